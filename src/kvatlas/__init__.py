@@ -1,0 +1,1 @@
+"""KV Atlas: measure, choose and use KV-cache strategies."""

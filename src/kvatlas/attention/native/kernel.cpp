@@ -1,0 +1,109 @@
+// The C interface: plain pointers, strides in elements, sizes as int64. ops.py is its only caller and checks shapes.
+#include "decode.h"
+#include "linear.h"
+#include "mass.h"
+
+template <class T>
+static void decode_call(const T* q, const T* k, const T* v, T* out, float* lse, float* probs, int64_t batch,
+                        int64_t heads, int64_t group, int64_t dim, const int64_t* stride, const int64_t* lengths,
+                        const int64_t* index, int64_t index_width, int64_t width, float scale, int64_t threads) {
+    Decode<T> d{Row(dim * sizeof(T)), int(group), dim, width, scale * LOG2E};
+    auto source = [&](int64_t r) {
+        int64_t b = r / heads, h = r % heads;
+        return Source{(const char*)(k + b * stride[0] + h * stride[1]), (const char*)(v + b * stride[3] + h * stride[4]),
+                      stride[2] * int64_t(sizeof(T)), stride[5] * int64_t(sizeof(T)),
+                      index ? index + r * index_width : nullptr, nullptr, 0, 0, 0};
+    };
+    decode(d, batch * heads, q, out, lse, probs, threads, source, [&](int64_t r) { return lengths[r]; });
+}
+
+template <class T>
+static void paged_call(const T* q, const T* k, const T* v, T* out, float* lse, float* probs, int64_t batch,
+                       int64_t heads, int64_t group, int64_t dim, int64_t page, const int64_t* stride,
+                       const int64_t* table, int64_t table_width, const int64_t* lengths, int64_t width, float scale,
+                       int64_t threads) {
+    Decode<T> d{Row(dim * sizeof(T)), int(group), dim, width, scale * LOG2E};
+    int64_t size = sizeof(T);
+    auto source = [&](int64_t r) {
+        int64_t b = r / heads, h = r % heads;
+        return Source{(const char*)(k + h * stride[1]), (const char*)(v + h * stride[4]), stride[2] * size,
+                      stride[5] * size, nullptr, table + b * table_width, page, stride[0] * size, stride[3] * size};
+    };
+    decode(d, batch * heads, q, out, lse, probs, threads, source, [&](int64_t r) { return lengths[r]; });
+}
+
+extern "C" {
+
+// Names the instructions in use, for reports.
+const char* kvatlas_isa() {
+#if defined(KVATLAS_AMX)
+    return tiles_allowed() ? "avx512+bf16+amx" : "avx512+bf16";
+#elif defined(KVATLAS_BF16)
+    return "avx512+bf16";
+#elif defined(KVATLAS_AVX512)
+    return "avx512";
+#else
+    return "generic";
+#endif
+}
+
+void kvatlas_decode(int64_t half, const void* q, const void* k, const void* v, void* out, float* lse, float* probs,
+                    int64_t batch, int64_t heads, int64_t group, int64_t dim, const int64_t* stride,
+                    const int64_t* lengths, const int64_t* index, int64_t index_width, int64_t width, float scale,
+                    int64_t threads) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        decode_call<T>((const T*)q, (const T*)k, (const T*)v, (T*)out, lse, probs, batch, heads, group, dim, stride,
+                       lengths, index, index_width, width, scale, threads);
+    };
+    half ? call(bf16{}) : call(float{});
+}
+
+void kvatlas_decode_paged(int64_t half, const void* q, const void* k, const void* v, void* out, float* lse,
+                          float* probs, int64_t batch, int64_t heads, int64_t group, int64_t dim, int64_t page,
+                          const int64_t* stride, const int64_t* table, int64_t table_width, const int64_t* lengths,
+                          int64_t width, float scale, int64_t threads) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        paged_call<T>((const T*)q, (const T*)k, (const T*)v, (T*)out, lse, probs, batch, heads, group, dim, page,
+                      stride, table, table_width, lengths, width, scale, threads);
+    };
+    half ? call(bf16{}) : call(float{});
+}
+
+// stride: q head, q row, k head, k row.
+void kvatlas_column_mass(int64_t half, const void* q, const void* k, const float* lse, float* mass, int64_t heads,
+                         int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, const int64_t* stride,
+                         int64_t first_query, int64_t window, int64_t causal, float scale, int64_t threads) {
+    int64_t size = half ? 2 : 4;
+    MassCall call{(const char*)q, (const char*)k, lse, mass, heads, kv_heads, queries, keys, dim,
+                  stride[0] * size, stride[1] * size, stride[2] * size, stride[3] * size,
+                  first_query, window, causal != 0, scale * 1.44269504f};
+#ifdef KVATLAS_AMX
+    if (half && tiles_allowed()) return column_mass<bf16, AmxPanelProduct>(call, threads);
+#endif
+    half ? column_mass<bf16, PanelProduct<bf16>>(call, threads) : column_mass<float, PanelProduct<float>>(call, threads);
+}
+
+void kvatlas_linear(int64_t half, const void* x, const void* w, void* y, int64_t m, int64_t n, int64_t k,
+                    int64_t threads) {
+    LinearCall call{(const char*)x, (const char*)w, m, n, k};
+    half ? linear<bf16>(call, (bf16*)y, threads) : linear<float>(call, (float*)y, threads);
+}
+
+// k, v [B, H, dim] and pos [B] into columns [B, H, capacity, dim] and [B, H, capacity] at slots [B, H].
+// stride: k store (b, h, slot), v store (b, h, slot), k (b, h), v (b, h), pos store (b, h).
+void kvatlas_append(void* k_store, void* v_store, int32_t* pos_store, const void* k, const void* v,
+                    const int32_t* pos, const int64_t* slots, int64_t batch, int64_t heads, int64_t row_bytes,
+                    int64_t size, const int64_t* stride) {
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t slot = slots[b * heads + h];
+            memcpy((char*)k_store + (b * stride[0] + h * stride[1] + slot * stride[2]) * size,
+                   (const char*)k + (b * stride[6] + h * stride[7]) * size, row_bytes);
+            memcpy((char*)v_store + (b * stride[3] + h * stride[4] + slot * stride[5]) * size,
+                   (const char*)v + (b * stride[8] + h * stride[9]) * size, row_bytes);
+            pos_store[b * stride[10] + h * stride[11] + slot] = pos[b];
+        }
+}
+}

@@ -1,0 +1,284 @@
+"""The kernels as functions on tensors. `build.available()` says whether they can be called.
+
+All tensors are on the CPU; `q`, `k` and `v` are all bfloat16 or all float32; sums are in float32 throughout.
+`B` sequences, `H` KV heads, `G` query heads per KV head (query head `h * G + g` reads KV head `h`), `D` a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.native import build
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+DTYPES = (torch.bfloat16, torch.float32)
+MAX_DIM = 256
+MAX_GROUP = 64
+MAX_ROWS = 16
+
+# p: pointer, i: int64, f: float; the order is that of kernel.cpp.
+SIGNATURES = {
+    "kvatlas_decode": "i pppp pp iiii p pp i i f i",
+    "kvatlas_decode_paged": "i pppp pp iiiii p pi p i f i",
+    "kvatlas_column_mass": "i pppp iiiii p iii f i",
+    "kvatlas_linear": "i ppp iii i",
+    "kvatlas_append": "ppp ppp p iiii p",
+}
+
+
+@functools.cache
+def function(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """One C function with its argument types set."""
+    kinds = {"p": POINTER, "i": INT, "f": FLOAT}
+    found = getattr(library, name)
+    found.argtypes = [kinds[kind] for kind in SIGNATURES[name].replace(" ", "")]
+    found.restype = None
+    return found
+
+
+def call(name: str, *arguments: object) -> None:
+    """Call a C function of the library in use."""
+    library = build.built().library
+    assert library is not None, build.why()
+    function(library, name)(*arguments)
+
+
+def isa() -> str:
+    """The instruction sets in use: `avx512+bf16+amx`, `avx512+bf16`, `avx512` or `generic`."""
+    library = build.built().library
+    assert library is not None, build.why()
+    library.kvatlas_isa.restype = ctypes.c_char_p
+    return library.kvatlas_isa().decode()
+
+
+@functools.cache
+def strides(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """Strides as a C array. They repeat from step to step, so the arrays are kept."""
+    return (INT * len(values))(*values)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
+    """What both decode kernels ask of q [B, Hq, D] and of stores whose last dimension is D."""
+    dim = q.shape[2]
+    assert q.dtype == k.dtype == v.dtype and q.dtype in DTYPES, (q.dtype, k.dtype, v.dtype)
+    assert k.shape == v.shape and k.shape[3] == dim and dim % 8 == 0 and dim <= MAX_DIM, (q.shape, k.shape, v.shape)
+    assert q.is_contiguous() and k.stride(3) == 1 and v.stride(3) == 1
+    assert q.shape[1] % heads == 0 and q.shape[1] // heads <= MAX_GROUP
+
+
+def outputs(q: Tensor, width: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Room for out, lse and, with a width, weights."""
+    batch, query_heads = q.shape[:2]
+    probs = None if width is None else q.new_empty(batch, query_heads, width, dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32), probs
+
+
+def decode_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    index: Tensor | None = None,
+    count: Tensor | None = None,
+    probs: bool = False,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One query per sequence against the filled slots, or against those that `index` names; nothing is gathered.
+
+    q [B, Hq, D] contiguous; k, v [B, H, capacity, D] with any strides but the last; lengths [B, H] int64 counts the
+    filled slots. With index [B, H, n] int64 and count [B, H] int64, slots `index[b, h, :count[b, h]]` are read and
+    lengths is not. Returns out [B, Hq, D], lse [B, Hq] float32 and, with probs, weights [B, Hq, width] float32 that
+    sum to 1 and are zero past the length; width is by default that of the index or the greatest length. Sequences of
+    no keys give 0 and lse -inf. A sequence's result does not depend on its batch or on the number of threads.
+    """
+    heads, dim = k.shape[1], q.shape[2]
+    check_heads(q, k, v, heads)
+    number = lengths if index is None else count
+    assert number is not None and number.dtype == torch.int64 and number.is_contiguous()
+    assert number.shape == k.shape[:2] and q.shape[0] == k.shape[0], (number.shape, k.shape)
+    index_width = 0
+    if index is not None:
+        assert index.dtype == torch.int64 and index.is_contiguous() and index.shape[:2] == k.shape[:2]
+        index_width = index.shape[2]
+    if not probs:
+        width = None
+    elif width is None:
+        width = int(number.max()) if index is None else index_width
+    out, lse, weights = outputs(q, width)
+    call(
+        "kvatlas_decode",
+        q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        q.shape[0],
+        heads,
+        q.shape[1] // heads,
+        dim,
+        strides(*k.stride()[:3], *v.stride()[:3]),
+        number.data_ptr(),
+        None if index is None else index.data_ptr(),
+        index_width,
+        width or 0,
+        scale,
+        torch.get_num_threads(),
+    )
+    return out, lse, weights
+
+
+def decode_attend_paged(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    probs: bool = False,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`decode_attend` over pages: slot s of sequence b is slot `s % block` of block `table[b, s // block]`.
+
+    k_pool, v_pool [blocks, H, block, D]; table [B, most blocks] int32 or int64; lengths [B] or [B, H] int64.
+    """
+    heads, dim = k_pool.shape[1], q.shape[2]
+    check_heads(q, k_pool, v_pool, heads)
+    table = table.to(torch.int64).contiguous()
+    lengths = (lengths[:, None].expand(-1, heads) if lengths.dim() == 1 else lengths).contiguous()
+    assert lengths.dtype == torch.int64 and lengths.shape == (q.shape[0], heads) and table.shape[0] == q.shape[0]
+    if not probs:
+        width = None
+    elif width is None:
+        width = int(lengths.max())
+    out, lse, weights = outputs(q, width)
+    call(
+        "kvatlas_decode_paged",
+        q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        k_pool.data_ptr(),
+        v_pool.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        q.shape[0],
+        heads,
+        q.shape[1] // heads,
+        dim,
+        k_pool.shape[2],
+        strides(*k_pool.stride()[:3], *v_pool.stride()[:3]),
+        table.data_ptr(),
+        table.shape[1],
+        lengths.data_ptr(),
+        width or 0,
+        scale,
+        torch.get_num_threads(),
+    )
+    return out, lse, weights
+
+
+def append_kv(
+    k_store: Tensor, v_store: Tensor, pos_store: Tensor, k: Tensor, v: Tensor, pos: Tensor, slots: Tensor
+) -> None:
+    """Write one token per sequence and KV head into its slot, in place.
+
+    k_store, v_store [B, H, capacity, D] and pos_store [B, H, capacity] int32, the last dimension contiguous;
+    k, v [B, H, D] of the stores' dtype; pos [B] int32; slots [B, H] int64, contiguous.
+    """
+    batch, heads, _, dim = k_store.shape
+    assert k.dtype == v.dtype == k_store.dtype == v_store.dtype and k.shape == v.shape == (batch, heads, dim)
+    assert k_store.shape == v_store.shape and k_store.stride(3) == v_store.stride(3) == k.stride(2) == v.stride(2) == 1
+    assert pos_store.dtype == pos.dtype == torch.int32 and pos_store.stride(2) == 1 and pos.shape == (batch,)
+    assert slots.dtype == torch.int64 and slots.shape == (batch, heads) and slots.is_contiguous()
+    size = k.element_size()
+    call(
+        "kvatlas_append",
+        k_store.data_ptr(),
+        v_store.data_ptr(),
+        pos_store.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        pos.contiguous().data_ptr(),
+        slots.data_ptr(),
+        batch,
+        heads,
+        dim * size,
+        size,
+        strides(
+            *k_store.stride()[:3], *v_store.stride()[:3], *k.stride()[:2], *v.stride()[:2], *pos_store.stride()[:2]
+        ),
+    )
+
+
+def column_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    scale: float,
+    first_query: int = 0,
+    window: int | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """The attention that each key received, mass [Hq, Tk] float32, in memory linear in the lengths.
+
+    q [Hq, Tq, D] and k [H, Tk, D], the last dimension contiguous; lse [Hq, Tq] float32 is each row's log-sum-exp.
+    Query row i has position Tk - Tq + i; it sees keys up to its position (all of them if not causal), and with a window
+    only those less than `window` positions back. Rows from first_query on count.
+    """
+    (query_heads, queries, dim), (heads, keys, _) = q.shape, k.shape
+    assert q.dtype == k.dtype and q.dtype in DTYPES and dim % 8 == 0 and dim <= MAX_DIM and k.shape[2] == dim
+    assert q.stride(2) == 1 and k.stride(2) == 1 and query_heads % heads == 0
+    assert lse.dtype == torch.float32 and lse.shape == (query_heads, queries)
+    lse = lse.contiguous()
+    mass = lse.new_empty(query_heads, keys)
+    call(
+        "kvatlas_column_mass",
+        q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        k.data_ptr(),
+        lse.data_ptr(),
+        mass.data_ptr(),
+        query_heads,
+        heads,
+        queries,
+        keys,
+        dim,
+        strides(*q.stride()[:2], *k.stride()[:2]),
+        first_query,
+        -1 if window is None else window,
+        causal,
+        scale,
+        torch.get_num_threads(),
+    )
+    return mass
+
+
+def linear_small(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """x @ w.T for few rows, reading w once: x [M <= 16, K], w [N, K], both bfloat16 or both float32, contiguous.
+
+    Sums are in float32 and in an order that does not depend on M. Returns (or fills) out [M, N] of the same dtype.
+    """
+    (rows, depth), columns = x.shape, w.shape[0]
+    assert x.dtype == w.dtype and x.dtype in DTYPES and w.shape[1] == depth and depth % 8 == 0
+    assert 0 < rows <= MAX_ROWS and x.is_contiguous() and w.is_contiguous()
+    if out is None:
+        out = x.new_empty(rows, columns)
+    assert out.shape == (rows, columns) and out.dtype == x.dtype and out.is_contiguous()
+    call(
+        "kvatlas_linear",
+        x.dtype == torch.bfloat16,
+        x.data_ptr(),
+        w.data_ptr(),
+        out.data_ptr(),
+        rows,
+        columns,
+        depth,
+        torch.get_num_threads(),
+    )
+    return out

@@ -1,0 +1,180 @@
+"""A strategy on recorded attention, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.prefill import Prefill
+from kvatlas.engine.clock import Clock
+from kvatlas.engine.layer import LayerCache
+from kvatlas.errors import UserError
+from kvatlas.strategy.answers import LayerFacts, Strategy
+from kvatlas.strategy.spec import parse
+
+Rope = Callable[[Tensor, Tensor], Tensor]
+"""``rope(x [..., T, D], positions [T]) -> rotated x``: turns un-rotated vectors to positions."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a strategy did.
+
+    Attributes:
+        kept: sorted true positions ``[H, n]`` after the prefill and after each later token.
+        read: sorted true positions that each later token attended to, ``[H, n]`` (a list per KV head where their numbers
+            differ).
+        output: ``[T - prompt_len, Hq, D]``.
+        covered: with ``diagnose``, ``[T - prompt_len, Hq]``: the share of full attention's mass that was read.
+        overlap: with ``diagnose``, ``[T - prompt_len, H]``: of the as many best keys (by the group's mean mass), the share
+            that was read.
+        prefill_output: ``[prompt_len, Hq, D]``.
+        scores: accumulated mass of the kept keys, where the rule keeps one, sorted as ``kept``.
+    """
+
+    kept: list[Tensor]
+    read: list[Tensor | list[Tensor]]
+    output: Tensor
+    prefill_output: Tensor
+    covered: Tensor | None = None
+    overlap: Tensor | None = None
+    scores: list[Tensor] = field(default_factory=list)
+
+
+class RecordedPort:
+    """The model's part, from what was recorded: ``w_q`` and ``rope``."""
+
+    def __init__(self, strategy: Strategy, heads: int, w_q: Tensor | None, rope: Rope | None) -> None:
+        self.strategy, self.heads, self.w_q, self.rope = strategy, heads, w_q, rope
+
+    def project_query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        assert self.w_q is not None
+        q = (x @ self.w_q.T).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return q if self.rope is None else self.rope(q, positions[0])
+
+    def rotate(self, layer: int, q: Tensor, from_positions: Tensor, to_positions: Tensor) -> Tensor:
+        if torch.equal(from_positions, to_positions.expand_as(from_positions)):
+            return q
+        if self.rope is None:
+            raise UserError(
+                f"'{self.strategy.name}' sees keys from another position: pass rope=, or use positions=true where it can"
+            )
+        return self.rope(q, (to_positions - from_positions)[0])
+
+
+def replay(
+    spec: str | Strategy,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompt_len: int,
+    *,
+    hidden: Tensor | None = None,
+    w_q: Tensor | None = None,
+    rope: Rope | None = None,
+    diagnose: bool = False,
+) -> Replay:
+    """Run a strategy over recorded queries, keys and values, in a layer where it works.
+
+    Args:
+        spec: a strategy such as ``"h2o:0.3"``.
+        q: ``[Hq, T, D]``; k, v: ``[H, T, D]``: floats as they reach attention (after RoPE). Scores are scaled by 1/sqrt(D).
+        prompt_len: tokens of the prefill; each later token is one decode step.
+        hidden: ``[T, hidden]`` attention input of the layer before, for strategies that speculate.
+        w_q: ``[Hq * D, hidden]`` query weight, used as ``hidden @ w_q.T``.
+        rope: rotation, for speculation in a model with RoPE and for strategies that change distances.
+        diagnose: also say how much of the attention was covered.
+
+    Raises:
+        UserError: shapes that do not fit, or something that the strategy needs and was not given.
+    """
+    strategy = parse(spec)
+    _check(strategy, q, k, v, prompt_len, hidden, w_q)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    heads, total, dim = q.shape
+    facts = LayerFacts(
+        strategy.read.first_layer, strategy.read.first_layer + 1, heads, k.shape[0], dim, k.dtype, k.device, dim**-0.5
+    )
+    constants = {}
+    if strategy.read.calibrates:  # once a model in real use; here the recorded prompt stands for it
+        constants = strategy.read.calibrate(facts, q[:, :prompt_len], k[:, :prompt_len])
+    shared = strategy.place.shared(1)
+    clock = Clock(False, diagnose=True)
+    layer = LayerCache(
+        strategy, facts, Prefill(facts.scale, eager=strategy.prefill.kind == "eager"), RecordedPort(strategy, heads, w_q, rope),
+        shared, constants, clock,
+    )  # fmt: skip
+    layer.begin([prompt_len], total - prompt_len)
+    chunk = strategy.prefill.chunk or prompt_len
+    runs = []
+    for start in range(0, prompt_len, chunk):
+        stop = min(prompt_len, start + chunk)
+        runs.append(layer.prefill(0, q[:, start:stop], k[:, start:stop], v[:, start:stop], final=stop == prompt_len))
+    result = Replay(layer.kept_positions(), [], q.new_empty(total - prompt_len, heads, dim), torch.cat(runs))
+    _note_scores(layer, result)
+    covered, overlap = [], []
+    for t in range(prompt_len, total):
+        before = layer.kept_positions()[0]
+        if hidden is not None:
+            layer.foresee(hidden[t].view(1, 1, -1))
+        result.output[t - prompt_len] = layer.step(q[None, :, t], k[None, :, t], v[None, :, t])[0]
+        read = _read_positions(layer, before, t)
+        result.read.append(read)
+        if diagnose:
+            share, same = _diagnose(q[:, t], k[:, : t + 1], read, facts.scale)
+            covered.append(share)
+            overlap.append(same)
+        result.kept.append(layer.kept_positions()[0])
+        _note_scores(layer, result)
+    if diagnose and covered:
+        result.covered, result.overlap = torch.stack(covered), torch.stack(overlap)
+    return result
+
+
+def _check(
+    strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, prompt_len: int, hidden: Tensor | None, w_q: Tensor | None
+) -> None:
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:] or q.shape[0] % k.shape[0]:
+        raise UserError(
+            f"replay wants q [Hq, T, D] and k, v [H, T, D] with Hq a multiple of H; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
+        raise UserError(f"replay wants q, k and v of one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not 1 <= prompt_len <= q.shape[1]:
+        raise UserError(f"prompt_len must be 1 to {q.shape[1]} (the recorded tokens), not {prompt_len}")
+    if strategy.read.foresees and (hidden is None or w_q is None):
+        raise UserError(
+            f"'{strategy.name}' speculates from the layer before: pass hidden= [T, hidden] and w_q= [Hq * D, hidden]"
+        )
+
+
+def _read_positions(layer: LayerCache, before: Tensor, now: int) -> Tensor | list[Tensor]:
+    """True positions attended in the step just taken: what was kept before it and the token itself, or the selection."""
+    heads = layer.facts.kv_heads
+    if layer.selection is None:
+        return torch.cat([before, torch.full((heads, 1), now, device=before.device)], 1)
+    count = layer.selection.count[0]
+    rows = [layer.attended[0, h, : int(count[h])].sort().values for h in range(heads)]
+    return torch.stack(rows) if len({len(r) for r in rows}) == 1 else rows
+
+
+def _note_scores(layer: LayerCache, result: Replay) -> None:
+    if any(spec.name == "score" for spec in layer.columns):
+        n = int(layer.store.lengths[0, 0])
+        order = layer.store.column("pos")[0, :, :n].argsort(-1)
+        result.scores.append(layer.store.column("score")[0, :, :n].gather(-1, order))
+
+
+def _diagnose(q: Tensor, k: Tensor, read: Tensor | list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    heads, group = k.shape[0], q.shape[0] // k.shape[0]
+    mass = torch.softmax((q.view(heads, group, -1).float() @ k.float().transpose(1, 2)) * scale, -1)  # [H, G, n]
+    covered, overlap = [], []
+    for h in range(heads):
+        at = read[h]
+        covered.append(mass[h, :, at].sum(-1))
+        best = mass[h].mean(0).topk(len(at)).indices
+        overlap.append(torch.isin(best, at).float().mean())
+    return torch.cat(covered), torch.stack(overlap)

@@ -1,0 +1,160 @@
+"""Queries outside the model's own forward: project them from a layer's input, and rotate them to another position."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvatlas.errors import UserError
+from kvatlas.model.facts import SCALED_BEFORE, attentions_of, decoder_of, facts_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MOVING_ROPE = ("dynamic", "longrope")  # frequencies depend on the sequence's length: no rotation by a difference
+
+
+class Projector:
+    """A model's query projection (weight, bias, norm, RoPE), for any decoder of transformers with a ``q_proj``.
+
+    RoPE is applied by the architecture's own ``apply_rotary_pos_emb``, so its convention (halves, interleaved, partial)
+    is the model's own. Raises UserError where the model's queries cannot be projected from outside.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.attentions = attentions_of(model)
+        self.facts = facts_of(model)
+        self.rotary = getattr(decoder_of(model), "rotary_emb", None)
+        config = model.config.get_text_config(decoder=True)
+        self._by_type = _takes_layer_type(self.rotary)
+        self._types = getattr(config, "layer_types", None) or [None] * len(self.attentions)
+        self._scale = self.facts.architecture in SCALED_BEFORE
+
+    def project_query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries as attention sees them: x [B, T, hidden] after the layer's norm, positions [B, T] -> [B, H, T, D]."""
+        attention = self.attentions[layer]
+        flat = self._flat(attention, x)
+        if self._scale:
+            flat = flat * attention.scaling
+        q = flat.view(*x.shape[:2], self.facts.heads, -1)
+        norm = _norm_of(attention)
+        if norm is not None and norm.weight.shape[-1] == q.shape[-1]:
+            q = norm(q)
+        q = q.transpose(1, 2)
+        if not self._rotates(attention):
+            return q
+        q = _apply(attention, q, *self._cos_sin(layer, x, positions))
+        last = getattr(attention, "query_layernorm", None)  # HunYuan norms after RoPE
+        return q if last is None else last(q)
+
+    def rotate(self, layer: int, q: Tensor, from_positions: Tensor, to_positions: Tensor) -> Tensor:
+        """Move `q` [B, H, T, D], which carries RoPE of `from_positions`, to `to_positions`.
+
+        Both are [T], [B, T] or [B, H, T]. A pure rotation: lengths do not change, whatever the RoPE's own scaling. Works
+        for keys too. Raises UserError for models whose positions are no rotation.
+        """
+        self._check_rotation()
+        attention = self.attentions[layer]
+        if not self._rotates(attention):
+            return q
+        delta = to_positions - from_positions
+        if delta.dim() == 3:  # per head: treat each (sequence, head) as a sequence of one head
+            batch, heads = q.shape[:2]
+            delta = delta.expand(batch, heads, -1).flatten(0, 1)
+            return self._turn(layer, q.flatten(0, 1).unsqueeze(1), delta).view_as(q)
+        return self._turn(layer, q, delta.expand(q.shape[0], -1))
+
+    def _turn(self, layer: int, q: Tensor, delta: Tensor) -> Tensor:
+        """Rotate q [B, H, T, D] by delta [B, T] positions, in float32."""
+        wide = q.float()
+        cos, sin = self._cos_sin(layer, wide, delta)
+        scaling = self._scaling(layer)
+        return _apply(self.attentions[layer], wide, cos / scaling, sin / scaling).to(q.dtype)
+
+    def _flat(self, attention: nn.Module, x: Tensor) -> Tensor:
+        """The projected queries [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""
+        import torch.nn.functional as F
+
+        project = getattr(attention, "q_proj", None)
+        if project is not None:
+            flat = project(x)
+        else:
+            fused = getattr(attention, "qkv_proj", None)
+            if fused is None:
+                raise UserError(
+                    f"{type(attention).__name__} has no q_proj; strategies that speculate on queries need one "
+                    "(Llama, Qwen, Mistral, Gemma, GPT-OSS, OPT and the like have it)"
+                )
+            rows = self.facts.heads * self.facts.head_dim
+            flat = F.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
+        norm = _norm_of(attention)
+        whole = norm is not None and norm.weight.shape[-1] != self.facts.head_dim
+        return norm(flat) if whole else flat
+
+    def _rotates(self, attention: nn.Module) -> bool:
+        """Whether this layer's queries carry RoPE: some architectures leave it out in some layers."""
+        if self.rotary is None:
+            return False
+        if self.facts.architecture == "cohere2":
+            return attention.sliding_window is not None
+        if self.facts.architecture == "exaone4":
+            return attention.sliding_window is None or attention.is_sliding
+        return bool(getattr(attention, "use_rope", True))
+
+    def _cos_sin(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self._by_type:
+            return self.rotary(x, positions, self._types[layer])
+        return self.rotary(x, positions)
+
+    def _scaling(self, layer: int) -> float:
+        """What the model multiplies cos and sin by (YaRN), which a rotation must not."""
+        own = getattr(self.rotary, f"{self._types[layer]}_attention_scaling", None)
+        return float(own if own is not None else getattr(self.rotary, "attention_scaling", 1.0))
+
+    def _check_rotation(self) -> None:
+        facts = self.facts
+        if hasattr(self.attentions[0], "query_layernorm"):
+            raise UserError(f"{facts.architecture} norms its queries after RoPE, so they cannot be moved by a rotation")
+        if facts.positions != "rope":
+            raise UserError(
+                f"{facts.architecture} has {facts.positions} positions, which cannot be rotated; "
+                "strategies that move keys or queries to another position need RoPE"
+            )
+        kinds = getattr(self.rotary, "rope_type", None)
+        moving = [kind for kind in MOVING_ROPE if kind in str(kinds)]
+        if moving:
+            raise UserError(
+                f"{facts.architecture}'s RoPE is {moving[0]}: its frequencies change with the length, "
+                "so a query cannot be moved to another position; choose a strategy that keeps true positions"
+            )
+
+
+def _norm_of(attention: nn.Module) -> Any:
+    """The norm on queries, or None."""
+    norm = getattr(attention, "q_norm", None)
+    norm = norm if norm is not None else getattr(attention, "q_layernorm", None)
+    return norm if getattr(norm, "weight", None) is not None else None
+
+
+def _takes_layer_type(rotary: Any) -> bool:
+    import inspect
+
+    return (
+        rotary is not None
+        and "layer_type" in inspect.signature(type(rotary).forward).parameters
+        and bool(isinstance(getattr(rotary, "rope_type", None), dict))
+    )
+
+
+def _apply(attention: nn.Module, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on q [B, H, T, D] by the function that the architecture's own module defines."""
+    import torch
+
+    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if rotate is None:
+        raise UserError(f"{type(attention).__name__} rotates its queries in a way that is not known here")
+    part = getattr(attention, "rotary_ndims", None)
+    if part is None or part >= q.shape[-1]:
+        return rotate(q, q[:, :1], cos, sin)[0]
+    turned = rotate(q[..., :part], q[:, :1, :, :part], cos, sin)[0]
+    return torch.cat((turned, q[..., part:]), dim=-1)

@@ -1,0 +1,376 @@
+"""The four questions. A strategy is one answer to each; nothing above this package knows a method's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.tiles import Wants
+
+if TYPE_CHECKING:
+    from kvatlas.strategy.place.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One tensor over slots, ``[B, H, capacity, *tail]``; all columns of a layer move together."""
+
+    name: str
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Literal["payload", "metadata"] = "metadata"
+
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        size = torch.empty((), dtype=self.dtype).element_size()
+        for n in self.tail:
+            size *= n
+        return size
+
+
+POS = Column("pos", (), torch.int32)
+"""True position of a slot's token. Stored only where slots can lose their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What an answer may know of the layer it works in."""
+
+    layer: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    windowed: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+class Port(Protocol):
+    """All that a strategy may ask of the model."""
+
+    def project_query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        """Attention input ``[B, T, hidden]`` at ``[B, T]`` -> queries ``[B, Hq, T, D]`` as they reach attention."""
+        ...
+
+    def rotate(self, layer: int, q: Tensor, from_positions: Tensor, to_positions: Tensor) -> Tensor:
+        """Queries ``[B, Hq, T, D]`` turned from positions ``[B, T]`` to others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Slots to attend to: ``index [B, H, n]`` int64, the first ``count [B, H]`` valid.
+
+    ``scanned`` is how many bytes the choice itself had to look at. Where ``foreseen`` was chosen (and perhaps fetched)
+    ahead, ``index`` ends with its index, and what comes before is new.
+    """
+
+    index: Tensor
+    count: Tensor
+    scanned: int = 0
+    foreseen: Selection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Slots ``start`` .. ``stop`` - 1 (None: to the end), seen from ``query_at [B]`` (None: the query's own position)."""
+
+    start: int
+    stop: int | None
+    query_at: Tensor | None
+
+
+@dataclass(slots=True)
+class View:
+    """What a rule sees of one layer: all sequences in decode (B), one sequence's candidates in prefill (B = 1).
+
+    Attributes:
+        layer: facts of the layer.
+        column: a column ``[B, H, n, ...]`` of the filled slots; writes reach the store.
+        lengths: ``[B, H]`` int64 filled slots.
+        width: n, the largest of them.
+        now: ``[B]`` int64 true position of the newest token.
+        plan: what ``Keep.plan`` said for each sequence, as ``[B]`` int64 tensors.
+        weights: ``[B, Hq, n]`` float32: this step's softmax weights, or prefill's statistic. None if not asked for.
+        newest: ``[B, H]`` slot of the newest token (decode only).
+        selection: what was read, where not everything was.
+        state: the read rule's tensors, one row per sequence.
+        keys: decoded keys ``[B, H, n, D]`` (for oracles; costs a full read).
+        hole: ``[B, H]`` slot that the next token will overwrite, where one was dropped.
+        ragged: not all sequences fill ``width`` slots.
+    """
+
+    layer: LayerFacts
+    column: Callable[[str], Tensor]
+    lengths: Tensor
+    width: int
+    now: Tensor
+    plan: Mapping[str, Tensor]
+    weights: Tensor | None = None
+    newest: Tensor | None = None
+    selection: Selection | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+    keys: Callable[[], Tensor] | None = None
+    hole: Tensor | None = None
+    ragged: bool = True
+
+    def empty(self) -> Tensor | None:
+        """``[B, H, n]`` True for slots that hold nothing; None when all are filled."""
+        if not self.ragged and self.hole is None:
+            return None
+        slots = torch.arange(self.width, device=self.lengths.device)
+        empty = slots >= self.lengths.unsqueeze(-1)
+        return empty if self.hole is None else empty | (slots == self.hole.unsqueeze(-1))
+
+
+Combine = Literal["mean", "max", "sum"]
+"""How the scores of the query heads of a group become one score of their KV head."""
+
+
+def fold(per_query_head: Tensor, kv_heads: int, how: Combine) -> Tensor:
+    """``[B, Hq, n]`` -> ``[B, H, n]``."""
+    grouped = per_query_head.unflatten(1, (kv_heads, -1))
+    if grouped.shape[2] == 1:
+        return grouped.squeeze(2)
+    if how == "max":
+        return grouped.amax(2)
+    return grouped.mean(2) if how == "mean" else grouped.sum(2)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Common to all four: ``source`` names where the method comes from, ``words`` says the answer in a few words."""
+
+    source: ClassVar[str] = "-"
+
+    def words(self) -> str:
+        return type(self).__name__.lower()
+
+    def lossless(self) -> bool:
+        """True when this answer, so set, never changes a token."""
+        return True
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise UserError when the other answers do not go with this one."""
+
+
+@dataclass(frozen=True)
+class Keep(Answer):
+    """Which tokens stay. The base class keeps all."""
+
+    budget: float = 1.0
+    evicts: ClassVar[bool] = False
+
+    def words(self) -> str:
+        return "all"
+
+    def columns(self, facts: LayerFacts) -> tuple[Column, ...]:
+        """Metadata that this rule keeps for each slot."""
+        return ()
+
+    def plan(self, length: int) -> dict[str, int]:
+        """Per-sequence whole numbers for a prompt of ``length`` tokens. ``capacity`` is the most slots it will hold."""
+        return {}
+
+    def grows(self) -> bool:
+        """True when generated tokens are added without limit."""
+        return True
+
+    def wants(self) -> Wants | None:
+        """Statistic asked of prefill attention; not None also asks for each decode step's weights."""
+        return None
+
+    def fresh(self, positions: Tensor, kv_heads: int) -> dict[str, Tensor]:
+        """Metadata of new tokens at ``positions [B, n]``, ``[B, H, n]`` each; what is not named starts at zero."""
+        return {}
+
+    def observe(self, view: View) -> None:
+        """Learn from ``view.weights``."""
+
+    def survivors(self, view: View) -> Tensor | None:
+        """After a prefill: candidates ``[1, H, m]`` that stay, in ascending order. None = all."""
+        return None
+
+    def victims(self, view: View) -> Tensor | None:
+        """After a decode step: the slot ``[B, H]`` to free, -1 for none. None = none anywhere."""
+        return None
+
+    def spans(self, view: View) -> tuple[Span, ...] | None:
+        """Slot ranges that are seen from another position. None = all at their true distance."""
+        return None
+
+
+@dataclass(frozen=True)
+class Read(Answer):
+    """Which of the kept tokens a decode step attends to. The base class reads all."""
+
+    budget: float = 1.0
+    selects: ClassVar[bool] = False
+    first_layer: ClassVar[int] = 0
+    foresees: ClassVar[bool] = False
+    calibrates: ClassVar[bool] = False
+    whole_prompt: ClassVar[bool] = False
+    """``observe_prefill`` must see a prompt whole: no reuse of a stored prefix."""
+
+    def words(self) -> str:
+        return "all"
+
+    def columns(self, facts: LayerFacts) -> tuple[Column, ...]:
+        """What this rule scores with, for each slot."""
+        return ()
+
+    def limit(self, length: int) -> int:
+        """Most tokens that a step may read of ``length`` kept ones."""
+        return length
+
+    def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> the layer's constants."""
+        return {}
+
+    def observe_prefill(self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """A prompt's queries ``[Hq, T, D]`` and keys ``[H, T, D]`` -> its state (tensors without a batch dimension)."""
+        return {}
+
+    def fresh(self, constants: Mapping[str, Tensor], state: Mapping[str, Tensor], k: Tensor) -> dict[str, Tensor]:
+        """Columns of new keys ``[B, H, n, D]``."""
+        return {}
+
+    def foresee(
+        self, view: View, constants: Mapping[str, Tensor], port: Port, x: Tensor, positions: Tensor
+    ) -> Selection | None:
+        """Choose for this layer from the *previous* layer's attention input ``x [B, 1, hidden]``."""
+        return None
+
+    def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
+        """Choose for queries ``q [B, Hq, D]``. None = everything."""
+        return None
+
+
+@dataclass(frozen=True)
+class Encode(Answer):
+    """In what form keys and values are stored. The base class stores them raw."""
+
+    def words(self) -> str:
+        return "raw"
+
+    def columns(self, head_dim: int, dtype: torch.dtype) -> tuple[Column, ...]:
+        return (Column("k", (head_dim,), dtype, "payload"), Column("v", (head_dim,), dtype, "payload"))
+
+    def encode(self, k: Tensor, v: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """``[..., n, D]`` twice, ``positions [..., n]`` -> payload columns."""
+        return {"k": k, "v": v}
+
+    def decode(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Payload columns -> keys and values."""
+        return values["k"], values["v"]
+
+    @property
+    def raw(self) -> bool:
+        """Stored values can be attended to in place."""
+        return type(self) is Encode
+
+
+class Shared:
+    """What the layers of one cache have in common, as far as their place needs it."""
+
+    def match_prefix(self, row: int, ids: list[int]) -> int:
+        """How many tokens at the start of a sequence's prompt are stored already (and now belong to it too)."""
+        return 0
+
+    def register(self, row: int, ids: list[int]) -> None:
+        """A sequence's prompt is stored in every layer."""
+
+    def device_bytes(self) -> int:
+        """Device bytes held for all layers together (metadata and staging)."""
+        return 0
+
+    def transfers(self) -> Transfers:
+        """What has moved between tiers so far."""
+        return Transfers()
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Copies between tiers: how many, how many bytes, and the seconds that compute waited for them."""
+
+    count: int = 0
+    bytes: int = 0
+    blocked: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place(Answer):
+    """Where the bytes live."""
+
+    tier: ClassVar[Literal["device", "host"]] = "device"
+
+    def shared(self, layers: int) -> Shared | None:
+        """What the layers of one cache have in common (a block table, a link to the host). None = nothing."""
+        return None
+
+    def store(self, layout: Layout, shared: Shared | None) -> Store:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a store has to hold.
+
+    ``capacity`` is its slots per sequence at the start; ``limit`` the most tokens a selection may fetch (None: nothing selects).
+    """
+
+    columns: tuple[Column, ...]
+    encode: Encode
+    rows: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    capacity: int
+    device: torch.device
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class PrefillMode:
+    """How a prompt goes through attention.
+
+    ``flash``: whole, in linear memory. ``eager``: with the score matrix. ``chunked``: ``chunk`` tokens at a time, exact.
+    ``chunked-isolated``: chunks blind to each other (the study's workaround). With ``evict_chunks`` a keep rule evicts
+    after every chunk, so memory peaks at capacity + chunk.
+    """
+
+    kind: Literal["flash", "eager", "chunked", "chunked-isolated"] = "flash"
+    chunk: int = 0
+    evict_chunks: bool = False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Four answers and the name they were asked by."""
+
+    name: str
+    keep: Keep
+    read: Read
+    place: Place
+    encode: Encode
+    prefill: PrefillMode = PrefillMode()
+
+    def lossless(self) -> bool:
+        """True when it gives ``full``'s tokens in float32."""
+        answers = (self.keep, self.read, self.place, self.encode)
+        return all(a.lossless() for a in answers) and self.prefill.kind != "chunked-isolated"
+
+    def answers(self) -> dict[str, str]:
+        """The four answers in words."""
+        return {q: getattr(self, q).words() for q in ("keep", "read", "place", "encode")}

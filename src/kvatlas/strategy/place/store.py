@@ -1,0 +1,158 @@
+"""A store: the columns of one layer's slots for a batch of sequences, and every byte of them counted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.tiles import Tile
+from kvatlas.strategy.answers import Column, Layout, Selection, Span
+
+GROWTH = 256
+"""Slots by which a growing store is enlarged at least."""
+
+
+@dataclass(slots=True)
+class Bytes:
+    """Bytes held, by tier and purpose. ``padding`` is payload storage that holds no token."""
+
+    device_payload: int = 0
+    device_metadata: int = 0
+    device_padding: int = 0
+    host_payload: int = 0
+    host_padding: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.device_payload + self.device_metadata + self.device_padding
+
+    @property
+    def host(self) -> int:
+        return self.host_payload + self.host_padding
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class Store(ABC):
+    """Slots ``0 .. lengths[b, h] - 1`` are filled; their order means nothing.
+
+    After ``drop`` one of them is free until the next ``append`` overwrites it. ``filled`` is the largest length, known
+    without asking the device. ``ragged`` is False only while all lengths are equal.
+    """
+
+    lengths: Tensor  # [B, H] int64
+    filled: int
+    ragged: bool
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        shape = (layout.rows, layout.kv_heads)
+        self.lengths = torch.zeros(shape, dtype=torch.int64, device=layout.device)
+        self.next = torch.zeros_like(self.lengths)
+        self.filled, self.ragged, self.holes = 0, layout.rows > 1, False
+
+    # prefill: one sequence
+    def begin(self, row: int, reused: int) -> None:
+        """A sequence starts, its first ``reused`` tokens being stored already."""
+        assert reused == 0, "only a place that shares prefixes can begin with some"
+
+    @abstractmethod
+    def extend(self, row: int, values: Mapping[str, Tensor]) -> None:
+        """Add ``[H, n, ...]`` of every column to the end of a sequence."""
+
+    @abstractmethod
+    def load(self, row: int, values: Mapping[str, Tensor]) -> None:
+        """Replace what a sequence holds by ``[H, n, ...]`` of every column."""
+
+    @abstractmethod
+    def row_columns(self, row: int) -> dict[str, Tensor]:
+        """All columns of a sequence, ``[H, n, ...]`` each. There must be no hole."""
+
+    @abstractmethod
+    def row_tiles(self, row: int, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
+        """A sequence's keys and values, as a batch of one."""
+
+    # decode: the whole batch
+    @abstractmethod
+    def append(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Store one token per sequence, ``[B, H, ...]`` of every column; returns its slots ``[B, H]``."""
+
+    @abstractmethod
+    def column(self, name: str) -> Tensor:
+        """A metadata column ``[B, H, filled, ...]``; writes reach the store."""
+
+    @abstractmethod
+    def keys(self) -> Tensor:
+        """All keys, decoded, ``[B, H, filled, D]`` (a full read: for oracles)."""
+
+    @abstractmethod
+    def tiles(self, selection: Selection | None, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
+        """What a step attends to."""
+
+    def drop(self, slots: Tensor) -> None:
+        """Free one slot per (sequence, KV head), -1 for none: the next ``append`` overwrites it."""
+        self.next = torch.where(slots >= 0, slots, self.next)
+        self.holes = True
+
+    def prefetch(self, selection: Selection | None) -> None:
+        """Start to bring bytes near; nothing to do where they are."""
+
+    @abstractmethod
+    def compact(self) -> None:
+        """Close the holes that ``drop`` left, by moving each row's last slot into its own."""
+
+    @abstractmethod
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, reorder or repeat sequences: ``rows [n]`` int64."""
+
+    @abstractmethod
+    def bytes(self) -> Bytes:
+        """Bytes of the storage of every tensor held."""
+
+    def _advance(self) -> Tensor:
+        """Slots of the new token; lengths follow."""
+        slots = self.next
+        self.lengths = torch.maximum(self.lengths, slots + 1) if self.holes else self.lengths + 1
+        self.next, self.holes = self.lengths, False
+        return slots
+
+    def _recount(self, row: int, length: int) -> None:
+        self.lengths[row] = length
+        self.next = self.lengths.clone()
+        self.filled = int(self.lengths.max())
+        self.ragged = bool((self.lengths != self.filled).any())
+
+    def _count(self, columns: Mapping[str, Tensor], tier: str) -> Bytes:
+        """Payload that holds tokens, payload storage that does not, metadata."""
+        held, total = Bytes(), int(self.lengths.sum()) if not self.holes else self._tokens()
+        for spec in self.layout.columns:
+            if spec.name not in columns:
+                continue
+            size = columns[spec.name].untyped_storage().nbytes()
+            if spec.kind == "metadata":
+                held.device_metadata += size
+            elif tier == "device":
+                held.device_payload += total * spec.slot_bytes()
+                held.device_padding += size - total * spec.slot_bytes()
+            else:
+                held.host_payload += total * spec.slot_bytes()
+                held.host_padding += size - total * spec.slot_bytes()
+        held.device_metadata += self.lengths.nbytes + (self.next.nbytes if self.next is not self.lengths else 0)
+        return held
+
+    def _tokens(self) -> int:
+        return int(torch.where(self.next < self.lengths, self.lengths - 1, self.lengths).sum())
+
+
+def payload(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """The columns that hold keys and values."""
+    return tuple(c for c in columns if c.kind == "payload")

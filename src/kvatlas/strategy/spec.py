@@ -1,0 +1,161 @@
+"""The spec language: ``name``, ``name:0.3``, ``name:key=value,key=value``, and ``+`` to combine answers.
+
+``prefill=flash|eager|chunked:N|chunked-isolated:N`` and ``evict=chunk`` go with any strategy.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from kvatlas.errors import UserError, nearest
+from kvatlas.strategy.answers import Encode, Keep, PrefillMode, Read, Strategy
+from kvatlas.strategy.budget import format_budget, parse_budget
+from kvatlas.strategy.place.device import Device
+from kvatlas.strategy.registry import Parameter, Preset, Question, find
+
+COMMON = ("prefill", "evict")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One ``name:...`` of a spec, checked."""
+
+    preset: Preset
+    budget: float | None
+    values: dict[str, Any]
+    common: dict[str, str]
+
+
+def parse(spec: str | Strategy) -> Strategy:
+    """Spec to strategy.
+
+    Raises:
+        UserError: unknown name or parameter (with the nearest), a bad value, a budget that is 0, negative, or above 1 and
+            not whole, two answers to one question, answers that do not go together.
+    """
+    if isinstance(spec, Strategy):
+        return spec
+    if not spec.strip():
+        raise UserError("empty strategy: write a name such as 'full' or 'h2o:0.3'")
+    parts = [_parse_part(text.strip()) for text in spec.split("+")]
+    answers: dict[Question, tuple[str, Any]] = {}
+    for part in parts:
+        for question, answer in _answers(part).items():
+            if question in answers:
+                raise UserError(f"'{spec}': {answers[question][0]} and {part.preset.name} both answer '{question}'; keep one")
+            answers[question] = (part.preset.name, answer)
+    defaults = {"keep": Keep(), "read": Read(), "place": Device(), "encode": Encode()}
+    chosen = {q: answers[q][1] if q in answers else default for q, default in defaults.items()}
+    prefill = _prefill({k: v for part in parts for k, v in part.common.items()})
+    strategy = Strategy(name="+".join(_format(part) for part in parts), prefill=prefill, **chosen)
+    for answer in chosen.values():
+        answer.check(strategy)
+    return strategy
+
+
+def _parse_part(text: str) -> Part:
+    name, _, rest = text.partition(":")
+    preset = find(name.strip())
+    parameters, budget = preset.parameters(), None
+    values: dict[str, Any] = {}
+    common: dict[str, str] = {}
+    for i, item in enumerate(p.strip() for p in rest.split(",")) if rest.strip() else ():
+        key, equals, value = (s.strip() for s in item.partition("="))
+        if not equals and i == 0:
+            key, value, equals = "budget", key, "="
+        if not equals or not value:
+            raise UserError(f"{preset.name}: '{item}' is not key=value")
+        if key == "budget" and "budget" not in parameters:
+            if preset.budgeted is None:
+                raise UserError(f"{preset.name} takes no budget: it keeps and reads every token")
+            budget = parse_budget(value)
+        elif key in COMMON:
+            common[key] = value
+        elif key in parameters:
+            values[key] = _convert(preset, key, value, parameters[key])
+        else:
+            raise UserError(f"{preset.name} has no parameter '{key}': {nearest(key, [*parameters, 'budget', *COMMON])}")
+    return Part(preset, budget, values, common)
+
+
+def _convert(preset: Preset, key: str, text: str, parameter: Parameter) -> object:
+    if parameter.field == "budget":
+        return parse_budget(text)
+    options = _options(parameter.type)
+    for kind in options:
+        try:
+            return _read(kind, text)
+        except ValueError:
+            continue
+    allowed = " or ".join(_name(kind) for kind in options)
+    raise UserError(f"{preset.name}: {key} must be {allowed}, not '{text}'")
+
+
+def _options(hint: object) -> list[object]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return [t for t in get_args(hint) if t is not type(None)]
+    return [hint]
+
+
+def _read(kind: object, text: str) -> object:
+    if get_origin(kind) is Literal:
+        if text in get_args(kind):
+            return text
+        raise ValueError
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError
+    if kind in (int, float, str):
+        return kind(text)  # type: ignore[operator]
+    raise ValueError
+
+
+def _name(kind: object) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(str(a) for a in get_args(kind))
+    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, str(kind))  # type: ignore[arg-type]
+
+
+def _answers(part: Part) -> dict[Question, Any]:
+    parameters, made = part.preset.parameters(), {}
+    for question, answer in part.preset.answers.items():
+        arguments = {parameters[k].field: v for k, v in part.values.items() if parameters[k].question == question}
+        if part.budget is not None and question == part.preset.budgeted:
+            arguments["budget"] = part.budget
+        made[question] = answer(**arguments)
+    return made
+
+
+def _prefill(common: dict[str, str]) -> PrefillMode:
+    kind, colon, size = common.get("prefill", "flash").partition(":")
+    kinds = get_args(Literal["flash", "eager", "chunked", "chunked-isolated"])
+    if kind not in kinds:
+        raise UserError(f"unknown prefill '{kind}': {nearest(kind, kinds)}")
+    chunked = kind.startswith("chunked")
+    if chunked != bool(colon) or (colon and (not size.isdigit() or int(size) < 1)):
+        raise UserError(f"prefill={kind}{colon}{size}: write prefill=flash, eager, chunked:N or chunked-isolated:N with N tokens")
+    evict = common.get("evict", "end")
+    if evict not in ("chunk", "end"):
+        raise UserError(f"evict={evict}: choose from chunk, end")
+    if evict == "chunk" and kind != "chunked":
+        raise UserError("evict=chunk needs prefill=chunked:N")
+    return PrefillMode(kind, int(size) if colon else 0, evict == "chunk")  # type: ignore[arg-type]
+
+
+def _format(part: Part) -> str:
+    parameters = part.preset.parameters()
+    shown = [] if part.budget is None else [format_budget(part.budget)]
+    for key, value in sorted(part.values.items()):
+        if value != parameters[key].default:
+            shown.append(f"{key}={_text(value, parameters[key])}")
+    shown += [f"{key}={value}" for key, value in sorted(part.common.items())]
+    return part.preset.name + (":" + ",".join(shown) if shown else "")
+
+
+def _text(value: Any, parameter: Parameter) -> str:
+    if parameter.field == "budget":
+        return format_budget(value)
+    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}" if isinstance(value, float) else str(value)
