@@ -83,7 +83,7 @@ def tiny_prompts(lengths: tuple[int, ...] = (40, 23), seed: int = 1) -> tuple[to
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel) -> None:
-    """Wider weights than a fresh model's, so that heads prefer some tokens and layers differ; random sinks and biases."""
+    """Wider weights than a fresh model's, so that heads prefer some tokens and layers differ; random sinks, biases."""
     for name, weight in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             weight.add_(torch.rand_like(weight))

@@ -107,12 +107,23 @@ class LayerCache:
         Returns:
             ``[T, Hq, D]``.
         """
+        size = self.strategy.prefill.chunk or q.shape[1]
+        outs = []
+        for start in range(0, q.shape[1], size):
+            part = slice(start, start + size)
+            last = final and start + size >= q.shape[1]
+            outs.append(self._run(row, q[:, part], k[:, part], v[:, part], last))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _run(self, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool) -> Tensor:
         isolated = self.strategy.prefill.kind == "chunked-isolated"
         evicts_now = final or self.strategy.prefill.evict_chunks
         first = int(self.seen[row])
         self.store.compact()
         held = self._scratch.get(row, self.store)
-        past = [] if isolated else list(held.row_tiles(row if held is self.store else 0, self._row_spans(row, q, first)))
+        past: list[Tile] = []
+        if first and not isolated:
+            past = list(held.row_tiles(row if held is self.store else 0, self._row_spans(row, q, first)))
         out, statistic = attend_prefill(
             q, k, v, self.how, past=past, first=first, wants=self.wants, rotate=self._rotate(first, q.shape[1])
         )
@@ -311,6 +322,22 @@ class LayerCache:
             else:
                 out.append(torch.arange(n, device=self.facts.device).expand(self.facts.kv_heads, n))
         return out
+
+    def held_tokens(self) -> float:
+        """Tokens kept, summed over sequences (mean over KV heads)."""
+        store = self.store
+        held = torch.where(store.next < store.lengths, store.lengths - 1, store.lengths)
+        return float(held.sum()) / self.facts.kv_heads
+
+    def read_tokens(self) -> float:
+        """Tokens that the last step attended to, summed over sequences (mean over KV heads)."""
+        counted = self.store.lengths if self.selection is None else self.selection.count
+        return float(counted.sum()) / self.facts.kv_heads
+
+    def read_bytes(self) -> int:
+        """Payload bytes that the last step attended to."""
+        slot = sum(spec.slot_bytes() for spec in self.columns if spec.kind == "payload")
+        return int(self.read_tokens() * self.facts.kv_heads * slot)
 
     def bytes(self) -> Bytes:
         """Bytes held by the store and the rules' state (scratch of an unfinished prefill included)."""

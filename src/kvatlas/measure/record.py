@@ -20,6 +20,7 @@ from kvatlas.errors import UserError
 from kvatlas.measure.figure import Figure, wilson
 from kvatlas.measure.schema import (
     FORMAT,
+    REFERENCE,
     SCHEMA_VERSION,
     Environment,
     Memory,
@@ -39,6 +40,7 @@ from kvatlas.measure.schema import (
 )
 
 __all__ = [
+    "REFERENCE",
     "SCHEMA_VERSION",
     "Environment",
     "Figure",

@@ -21,6 +21,7 @@ from kvatlas.measure.figure import Figure, Part
 
 SCHEMA_VERSION = 1
 FORMAT = "kvatlas-record"
+REFERENCE = "full"  # what quality is compared with unless a record says otherwise
 
 Status = Literal["ok", "out_of_memory", "timeout", "failed"]
 
@@ -171,7 +172,7 @@ class Quality(Part):
     The reference's own record says 0 nats and a share of 1, so that it stands in the charts.
     """
 
-    reference: str = "full"
+    reference: str = REFERENCE
     dtype: str = "float32"
     text_sha256: str | None = None
     context_tokens: int | None = None
@@ -187,7 +188,7 @@ class Quality(Part):
 class Record(Part):
     """One strategy on one model, workload and setting.
 
-    `asked` is everything but the strategy that was asked for. Records with the same `asked` are compared with each other.
+    `asked` is everything that was asked for but the strategy. Records with the same `asked` are compared.
     """
 
     format: Literal["kvatlas-record"] = "kvatlas-record"

@@ -67,7 +67,7 @@ class LeanDecoder:
 
     @staticmethod
     def supports(model: Any) -> bool:
-        """Whether this model's arithmetic is exactly the one below: class, parts, activation, no window, no surprises."""
+        """Whether this model's arithmetic is exactly the one below: class, parts, activation, no sliding window."""
         if type(model).__name__ not in CLASSES or not type(model).__module__.startswith("transformers."):
             return False
         config, layers = model.config, model.model.layers

@@ -50,8 +50,8 @@ class Projector:
     def rotate(self, layer: int, q: Tensor, from_positions: Tensor, to_positions: Tensor) -> Tensor:
         """Move `q` [B, H, T, D], which carries RoPE of `from_positions`, to `to_positions`.
 
-        Both are [T], [B, T] or [B, H, T]. A pure rotation: lengths do not change, whatever the RoPE's own scaling. Works
-        for keys too. Raises UserError for models whose positions are no rotation.
+        Both are [T], [B, T] or [B, H, T]. A pure rotation: lengths do not change, whatever the RoPE's own scaling.
+        Works for keys too. Raises UserError for models whose positions are no rotation.
         """
         self._check_rotation()
         attention = self.attentions[layer]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvatlas.measure.record import Record
+from kvatlas.measure.record import REFERENCE, Record
 from kvatlas.report.show import plain, size
 
 STATUS = {"out_of_memory": "out of memory", "timeout": "timed out", "failed": "failed"}
@@ -29,7 +29,7 @@ class Cell:
     @property
     def reference(self) -> Record | None:
         """The strategy that the others' quality was compared with, if it ran."""
-        named = {record.quality.reference for record in self.ok if record.quality}
+        named = {record.quality.reference for record in self.ok if record.quality} or {REFERENCE}
         return next((record for record in self.ok if record.strategy.asked in named), None)
 
     @property

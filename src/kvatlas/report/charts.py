@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any
@@ -37,7 +38,7 @@ def scatter(cell: Cell, tones: dict[str, int], axes: tuple[tuple[str, ...], tupl
 
 def step_split(cell: Cell) -> Spec | None:
     """A decode step's time by part, a bar a strategy, or None where no record has it."""
-    rows = []
+    rows: list[Row] = []
     for place, record in enumerate(cell.ok):
         step = record.timing.step if record.timing else None
         for order, part in enumerate(STEP if step else ()):
@@ -139,55 +140,52 @@ def _title(metric: Metric, scale: dict[str, Any], one: Unit) -> str:
 
 
 def _scatter_spec(rows: list[Row], x: Metric, y: Metric, cell: Cell) -> Spec:
+    """The scatter chart with these rows, scales and titles."""
+    spec = copy.deepcopy(_scatter())
+    for axis, metric in (("x", x), ("y", y)):
+        scale = _scale(rows, axis, metric)
+        title = _title(metric, scale, unit(metric, cell.ok))
+        for layer in spec["layer"]:
+            channels = layer["encoding"]
+            if axis in channels:
+                channels[axis]["scale"] = scale
+                channels[axis]["axis"] = {"title": title, "format": ",~r", "tickCount": 6, "labelOverlap": True}
+            for told in channels.get("tooltip", []):
+                told["title"] = metric.label if told["field"] == f"{axis}_told" else told["title"]
+    return {**spec, "data": {"name": "points", "values": rows}}
+
+
+@functools.cache
+def _scatter() -> Spec:
+    """The chart without data, scales and titles: Altair takes longer to build it than to say it."""
     import altair as alt
 
-    scales = [_scale(rows, "x", x), _scale(rows, "y", y)]
-    titles = [_title(metric, scale, unit(metric, cell.ok)) for metric, scale in zip((x, y), scales)]
-
-    def on_x(field: str) -> Any:
-        return alt.X(f"{field}:Q", scale=alt.Scale(**scales[0]), axis=_axis(titles[0]))
-
-    def on_y(field: str) -> Any:
-        return alt.Y(f"{field}:Q", scale=alt.Scale(**scales[1]), axis=_axis(titles[1]))
-
-    told = [
-        alt.Tooltip("name:N", title="strategy"),
-        alt.Tooltip("x_told:N", title=x.label),
-        alt.Tooltip("y_told:N", title=y.label),
-    ]
-    layers = [*_backdrop(on_x, on_y), *_marks(on_x, on_y, told)]
-    chart = alt.layer(*layers, data=alt.InlineData(values=rows, name="points"))
-    return _plain(chart.properties(width="container", height=HEIGHT))
+    return _plain(alt.layer(*_backdrop(), *_marks()).properties(width="container", height=HEIGHT))
 
 
-def _axis(title: str) -> Any:
-    import altair as alt
-
-    return alt.Axis(title=title, format=",~r", tickCount=6, labelOverlap=True)
-
-
-def _backdrop(on_x: Any, on_y: Any) -> list[Any]:
+def _backdrop() -> list[Any]:
     """The reference's level, and error bars."""
     import altair as alt
 
     ink = alt.Color("color:N", scale=None, legend=None)
     chart = alt.Chart()
-    level = chart.transform_filter("datum.reference").mark_rule(strokeDash=[3, 4], opacity=0.6).encode(y=on_y("y"))
+    level = chart.transform_filter("datum.reference").mark_rule(strokeDash=[3, 4], opacity=0.6)
     across = chart.transform_filter("datum.x_high > datum.x_low").mark_rule(opacity=0.55, strokeWidth=1.5)
     up = chart.transform_filter("datum.y_high > datum.y_low").mark_rule(opacity=0.55, strokeWidth=1.5)
     return [
-        level,
-        across.encode(x=on_x("x_low"), x2="x_high", y=on_y("y"), color=ink),
-        up.encode(x=on_x("x"), y=on_y("y_low"), y2="y_high", color=ink),
+        level.encode(y="y:Q"),
+        across.encode(x="x_low:Q", x2="x_high", y="y:Q", color=ink),
+        up.encode(x="x:Q", y="y_low:Q", y2="y_high", color=ink),
     ]
 
 
-def _marks(on_x: Any, on_y: Any, told: list[Any]) -> list[Any]:
+def _marks() -> list[Any]:
     """Points and their labels. The page's script moves labels that would overlap (`dx`, `dy`, `align`) and has a line
     drawn to those that came to stand `far` away."""
     import altair as alt
 
-    base = alt.Chart().encode(x=on_x("x"), y=on_y("y"), tooltip=told)
+    told = [alt.Tooltip("name:N", title="strategy"), *(alt.Tooltip(f"{axis}_told:N", title=axis) for axis in "xy")]
+    base = alt.Chart().encode(x="x:Q", y="y:Q", tooltip=told)
     points = base.mark_point(filled=True, size=120, opacity=1).encode(
         color=alt.Color("color:N", scale=None, legend=None), shape=alt.Shape("shape:N", scale=None, legend=None)
     )
@@ -195,8 +193,8 @@ def _marks(on_x: Any, on_y: Any, told: list[Any]) -> list[Any]:
         dx=alt.expr("datum.dx"), dy=alt.expr("datum.dy"), align=alt.expr("datum.align"), baseline="middle", fontSize=13
     )
     leader = alt.Chart().transform_filter("datum.far").mark_rule(strokeWidth=0.75, opacity=0.8)
-    lead = {"x": on_x("x"), "y": on_y("y"), "x2": "label_x", "y2": "label_y"}
-    return [leader.encode(**lead), points, words.encode(text="name:N")]
+    lead = leader.encode(x="x:Q", y="y:Q", x2="label_x", y2="label_y")
+    return [lead, points, words.encode(text="name:N")]
 
 
 def _bars_spec(rows: list[Row]) -> Spec:
@@ -218,15 +216,16 @@ def _bars_spec(rows: list[Row]) -> Spec:
     )
     sums = alt.Chart().mark_text(align="left", dx=6, fontSize=13)
     sums = sums.encode(x=alt.X("sum(ms):Q", axis=across), y=names, text=alt.Text("sum(ms):Q", format=",.3~r"))
-    chart = alt.layer(bars, sums, data=alt.InlineData(values=rows, name="points"))
-    return _plain(chart.properties(width="container", height=30 * len({row["name"] for row in rows})))
+    height = 30 * len({row["name"] for row in rows})
+    spec = _plain(alt.layer(bars, sums).properties(width="container", height=height))
+    return {**spec, "data": {"name": "points", "values": rows}}
 
 
 def _plain(chart: Any) -> Spec:
-    """Altair's dictionary without its theme: fonts and colours are the page's."""
+    """Altair's dictionary without its theme (fonts and colours are the page's) and without its empty data."""
     spec = chart.to_dict()
     spec.pop("config", None)
-    return spec
+    return {**spec, "layer": [{key: layer[key] for key in layer if key != "data"} for layer in spec["layer"]]}
 
 
 @functools.cache
@@ -236,4 +235,4 @@ def library() -> str:
     import vl_convert
 
     version = altair.SCHEMA_VERSION.removeprefix("v").rsplit(".", 1)[0]
-    return vl_convert.javascript_bundle(vl_version=version)
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)

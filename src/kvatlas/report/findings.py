@@ -27,7 +27,12 @@ def headline(cell: Cell) -> str:
         return _nearest_sentence(others, base) or f"{len(cell.ok)} strategies ran"
     if ratio <= 1 + SAME or _overlap(fastest, base, "tokens_per_s"):
         return f"No strategy was clearly faster than {name(base)} here{_joined(_nearest_clause(others, base))}"
-    return f"{name(fastest)} was fastest, at {times(ratio)} {name(base)}’s speed{_joined(_cost(fastest, base))}"
+    alike = [record for record in others if _overlap(record, fastest, "tokens_per_s")]
+    if len(alike) > 1:
+        fastest = _best(alike, "kl", min) or fastest
+        ratio = _ratio(fastest, base, "tokens_per_s") or ratio
+    place = "among the fastest" if len(alike) > 1 else "fastest"
+    return f"{name(fastest)} was {place}, at {times(ratio)} {name(base)}’s speed{_joined(_cost(fastest, base))}"
 
 
 def findings(cell: Cell) -> list[str]:

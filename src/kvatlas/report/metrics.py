@@ -49,6 +49,11 @@ def _held(inside: Callable[[str], bool], part: str = "held") -> Getter:
     return of
 
 
+def _device_peak(record: Record) -> Figure | None:
+    tier = record.memory.tiers.get("device") if record.memory else None
+    return None if tier is None or tier.peak is None else Figure.exact(tier.peak, "bytes")
+
+
 def _realised(part: str) -> Getter:
     """From the timed run, else from the quality run."""
     return lambda record: _path("realised", part)(record) or _path("quality", "realised", part)(record)
@@ -86,6 +91,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("device", "Memory", "KV bytes held on device", "KV dev", "bytes", "less", _held(_device),
            "Storage of the tensors that the cache holds on the device at the end of the run: payload, metadata and "
            "padding, whole batch."),
+    Metric("device_peak", "Memory", "Most KV bytes on device", "KV dev peak", "bytes", "less", _device_peak,
+           "The most that the cache held on the device at any time, prefill included."),
     Metric("metadata", "Memory", "of it metadata", "meta", "bytes", "less", _held(_device, "metadata"),
            "Bytes on the device that are not keys or values: positions, scores, partial keys, bounds."),
     Metric("padding", "Memory", "of it padding", "padding", "bytes", "less", _held(_device, "padding"),

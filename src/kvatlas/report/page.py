@@ -20,6 +20,20 @@ from kvatlas.report.findings import findings, headline
 from kvatlas.report.metrics import GROUPS, METRICS, Metric, present
 from kvatlas.report.show import details, interval, number, plain, unit
 
+WORDS = [
+    ("append", "Part of a decode step: putting the new token into the cache, encoded as the strategy stores it."),
+    ("select", "Deciding which tokens this step reads, speculation included."),
+    ("fetch", "Bringing keys and values from another tier, gathering or decoding them for attention."),
+    ("attend", "Attention itself over what was selected, with the statistics that the strategy asked for."),
+    ("drop", "Deciding what to evict after the step, and freeing it."),
+    ("model", "All of the step that is not the cache: weights, norms, sampling."),
+    ("Device, host", "Tiers of memory. On a CPU they are logical: the same memory, counted by where bytes are placed."),
+    (
+        "Reference",
+        "The strategy whose output the others are compared with; its level is the dashed line in the charts.",
+    ),
+]
+
 
 def write_report(records: list[Record], path: str | os.PathLike[str]) -> None:
     """Write the report, atomically. Raises `UserError` when there is nothing to report or no place for it."""
@@ -50,8 +64,7 @@ def render(records: list[Record]) -> str:
     return environment.from_string(_asset("report.html.j2")).render(
         cells=[_cell(cell, colours, panels) for cell, panels in zip(found, drawn)],
         data=_script_json(drawn),
-        definitions=[(metric.label, metric.means) for metric in METRICS],
-        counted=any(record.status == "ok" for record in records),
+        definitions=[(metric.label, metric.means) for metric in present(records) or METRICS] + WORDS,
         css=_asset("page.css"),
         library=library,
         script=script,

@@ -22,9 +22,14 @@ struct Source {
 
     void rows(int64_t first, int count, const char** k_rows, const char** v_rows) const {
         for (int i = 0; i < count; i++) {
-            int64_t slot = index ? index[first + i] : first + i;
-            k_rows[i] = k + slot * k_step;
-            v_rows[i] = v + slot * v_step;
+            k_rows[i] = k + (first + i) * k_step;
+            v_rows[i] = v + (first + i) * v_step;
+        }
+    }
+    void indexed_rows(int64_t first, int count, const char** k_rows, const char** v_rows) const {
+        for (int i = 0; i < count; i++) {
+            k_rows[i] = k + index[first + i] * k_step;
+            v_rows[i] = v + index[first + i] * v_step;
         }
     }
     void paged_rows(int64_t first, int count, const char** k_rows, const char** v_rows) const {
@@ -47,6 +52,8 @@ struct Block {
         if (count <= 0) return;
         if (source.table)
             source.paged_rows(first, count, k, v);
+        else if (source.index)
+            source.indexed_rows(first, count, k, v);
         else
             source.rows(first, count, k, v);
         for (int i = count; i % LANES; i++) k[i] = k[count - 1];
@@ -58,48 +65,41 @@ static inline void prefetch_row(const char* from, int64_t bytes) {
 }
 
 // What a piece of work knows when it is done: per query a maximum, a sum, and the weighted values, in base 2.
-// `values` keeps the order of lines in registers: for bf16 the even elements of a line, then the odd ones.
+// `values` are spread (dots.h).
 struct Partial {
     float *top, *sum, *values;
 };
 
 template <class T> struct Decode {
-    static constexpr int HALVES = sizeof(T) == 2 ? 2 : 1;
+    static constexpr int H = HALVES<T>;
     Row row;
     int group;
     int64_t dim, width;
     float scale;  // includes log2(e)
 
-    int64_t values_size() const { return int64_t(row.lines) * HALVES * LANES; }
+    int64_t values_size() const { return spread_size<T>(row); }
     int64_t partial_size() const { return group * (values_size() + LANES); }
     Partial partial(float* at) const { return {at, at + group, at + group * LANES}; }
 
     // values[j] += sum over the keys of weight[j, i] * v[i], for L lines of Q queries.
     template <int Q, int L>
     void weigh(const Block& block, int line, const float* weight, float* values) const {
-        Floats sum[Q][L * HALVES];
-        float* at = values + line * HALVES * LANES;
+        Floats sum[Q][L * H];
+        float* at = values + line * H * LANES;
         for (int j = 0; j < Q; j++)
-            for (int u = 0; u < L * HALVES; u++) sum[j][u] = load(at + j * values_size() + u * LANES);
+            for (int u = 0; u < L * H; u++) sum[j][u] = load(at + j * values_size() + u * LANES);
         int last = row.words(line + L - 1);
         for (int i = 0; i < block.count; i++) {
-            Floats v[L * HALVES];
-            for (int l = 0; l < L; l++) {
-                Words raw = load_words(block.v[i] + (line + l) * LINE, l + 1 < L ? LANES : last);
-                if (HALVES == 2) {
-                    v[l * HALVES] = evens(raw);
-                    v[l * HALVES + HALVES - 1] = odds(raw);
-                } else {
-                    v[l] = (Floats)raw;
-                }
-            }
+            Floats v[L * H];
+            for (int l = 0; l < L; l++)
+                spread_line<T>(block.v[i] + (line + l) * LINE, l + 1 < L ? LANES : last, v + l * H);
             for (int j = 0; j < Q; j++) {
                 Floats w = splat(weight[j * BLOCK + i]);
-                for (int u = 0; u < L * HALVES; u++) sum[j][u] += w * v[u];
+                for (int u = 0; u < L * H; u++) sum[j][u] += w * v[u];
             }
         }
         for (int j = 0; j < Q; j++)
-            for (int u = 0; u < L * HALVES; u++) store(at + j * values_size() + u * LANES, sum[j][u]);
+            for (int u = 0; u < L * H; u++) store(at + j * values_size() + u * LANES, sum[j][u]);
     }
 
     template <int Q> void weigh_lines(const Block& block, const float* weight, float* values) const {
@@ -124,19 +124,15 @@ template <class T> struct Decode {
     }
 
     // score[j, i] = scaled dot of query j with key i, -inf past the block's end. Fetches the keys of the next block.
-    void score_block(const Block& block, const Block& next, const char* q, float* score) const {
+    void score_block(const Block& block, const Block& next, const float* q, float* score) const {
         Floats part[group * (LANES / 4)];
-        for (int i = 0; i < BLOCK; i += LANES) {
-            if (i < block.count) {
-                for (int a = i; a < std::min(i + LANES, next.count); a++) prefetch_row(next.k[a], row.padded());
-                dot_rows<T>(block.k + i, row, q, row.padded(), group, part);
-            }
-            for (int j = 0; j < group; j++) {
-                Floats s = i < block.count ? part[j * (LANES / 4)] * scale : splat(-INFINITY);
-                for (int l = std::max(0, block.count - i); l < LANES; l++) s[l] = -INFINITY;
-                store(score + j * BLOCK + i, s);
-            }
+        for (int i = 0; i < block.count; i += LANES) {
+            for (int a = i; a < std::min(i + LANES, next.count); a++) prefetch_row(next.k[a], row.padded());
+            dot_rows<T>(block.k + i, row, q, group, part);
+            for (int j = 0; j < group; j++) store(score + j * BLOCK + i, part[j * (LANES / 4)] * scale);
         }
+        for (int j = 0; j < group; j++)
+            std::fill(score + j * BLOCK + block.count, score + (j + 1) * BLOCK, -INFINITY);
     }
 
     // Scores become weights relative to the maximum so far; what was summed before is rescaled when that grows.
@@ -160,7 +156,7 @@ template <class T> struct Decode {
     }
 
     // One piece: keys first .. end-1. `probs` (or null) receives the raw scores, `width` apart per query.
-    void piece(const Source& source, const char* q, int64_t first, int64_t end, Partial to, float* probs) const {
+    void piece(const Source& source, const float* q, int64_t first, int64_t end, Partial to, float* probs) const {
         float score[group * BLOCK];
         std::fill_n(to.top, group, -INFINITY);
         std::fill_n(to.sum, group, 0.0f);
@@ -193,12 +189,8 @@ template <class T> struct Decode {
                 for (int64_t u = 0; u < values_size(); u++) values[u] += shrink * piece.values[j * values_size() + u];
             }
             lse[j] = (top + std::log2(sum)) * LN2;
-            for (int64_t d = 0; d < dim; d++) from_float(out[j * dim + d], values[place(d)] / sum);
+            for (int64_t d = 0; d < dim; d++) from_float(out[j * dim + d], values[spread_place<T>(d)] / sum);
         }
-    }
-
-    int64_t place(int64_t d) const {  // where element d is in `values`
-        return HALVES == 1 ? d : (d / (2 * LANES) * 2 + d % 2) * LANES + d % (2 * LANES) / 2;
     }
 
     void normalise(float* probs, const float* lse, int64_t length) const {
@@ -242,11 +234,10 @@ static void decode(const Decode<T>& d, int64_t rows, const T* q, T* out, float* 
         const Piece& piece = pieces[i];
         int64_t r = piece.row, count = (length(r) + SPLIT - 1) / SPLIT;
         float* row_probs = probs ? probs + r * d.group * d.width : nullptr;
-        alignas(64) char padded[d.group * d.row.padded()];
-        std::memset(padded, 0, sizeof(padded));
-        for (int j = 0; j < d.group; j++)
-            std::memcpy(padded + j * d.row.padded(), q + (r * d.group + j) * d.dim, d.dim * sizeof(T));
-        d.piece(source(r), padded, piece.first, piece.end, d.partial(&partials[i * d.partial_size()]), row_probs);
+        alignas(64) float queries[d.group * d.values_size()];
+        std::fill_n(queries, d.group * d.values_size(), 0.0f);
+        for (int j = 0; j < d.group; j++) spread(q + (r * d.group + j) * d.dim, d.dim, queries + j * d.values_size());
+        d.piece(source(r), queries, piece.first, piece.end, d.partial(&partials[i * d.partial_size()]), row_probs);
         if (__atomic_sub_fetch(&left[r], 1, __ATOMIC_ACQ_REL)) return;
         d.merge(&partials[first_piece[r] * d.partial_size()], count, out + r * d.group * d.dim, lse + r * d.group);
         if (probs) d.normalise(row_probs, lse + r * d.group, length(r));

@@ -88,6 +88,9 @@ void kvatlas_column_mass(int64_t half, const void* q, const void* k, const float
 void kvatlas_linear(int64_t half, const void* x, const void* w, void* y, int64_t m, int64_t n, int64_t k,
                     int64_t threads) {
     LinearCall call{(const char*)x, (const char*)w, m, n, k};
+#ifdef KVATLAS_AMX
+    if (half && fits_tiles(call)) return linear_tiles(call, (bf16*)y, threads);
+#endif
     half ? linear<bf16>(call, (bf16*)y, threads) : linear<float>(call, (float*)y, threads);
 }
 

@@ -55,19 +55,35 @@ def isa() -> str:
     return library.kvatlas_isa().decode()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def strides(*values: int) -> ctypes.Array[ctypes.c_int64]:
     """Strides as a C array. They repeat from step to step, so the arrays are kept."""
     return (INT * len(values))(*values)
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> None:
-    """What both decode kernels ask of q [B, Hq, D] and of stores whose last dimension is D."""
-    dim = q.shape[2]
-    assert q.dtype == k.dtype == v.dtype and q.dtype in DTYPES, (q.dtype, k.dtype, v.dtype)
-    assert k.shape == v.shape and k.shape[3] == dim and dim % 8 == 0 and dim <= MAX_DIM, (q.shape, k.shape, v.shape)
-    assert q.is_contiguous() and k.stride(3) == 1 and v.stride(3) == 1
-    assert q.shape[1] % heads == 0 and q.shape[1] // heads <= MAX_GROUP
+Sizes = tuple[int, ...]
+Layout = tuple[tuple[int, int, int, int], ctypes.Array]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(
+    dtypes: tuple[torch.dtype, ...], q: Sizes, k: Sizes, v: Sizes, q_stride: Sizes, k_stride: Sizes, v_stride: Sizes
+) -> Layout:
+    """(B, H, G, D) and the stores' strides; checks once per layout what both decode kernels ask of their tensors."""
+    batch, query_heads, dim = q
+    heads = k[1]
+    assert dtypes[0] == dtypes[1] == dtypes[2] and dtypes[0] in DTYPES, dtypes
+    assert k == v and k[3] == dim and dim % 8 == 0 and dim <= MAX_DIM, (q, k, v)
+    assert (q_stride[1], q_stride[2]) == (dim, 1) and (batch == 1 or q_stride[0] == query_heads * dim), q_stride
+    assert k_stride[3] == v_stride[3] == 1, (k_stride, v_stride)
+    assert query_heads % heads == 0 and query_heads // heads <= MAX_GROUP, (query_heads, heads)
+    return (batch, heads, query_heads // heads, dim), strides(*k_stride[:3], *v_stride[:3])
+
+
+def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+    """The layout of these tensors."""
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    return layout(dtypes, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
 
 
 def outputs(q: Tensor, width: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -96,14 +112,13 @@ def decode_attend(
     sum to 1 and are zero past the length; width is by default that of the index or the greatest length. Sequences of
     no keys give 0 and lse -inf. A sequence's result does not depend on its batch or on the number of threads.
     """
-    heads, dim = k.shape[1], q.shape[2]
-    check_heads(q, k, v, heads)
+    sizes, apart = layout_of(q, k, v)
     number = lengths if index is None else count
     assert number is not None and number.dtype == torch.int64 and number.is_contiguous()
-    assert number.shape == k.shape[:2] and q.shape[0] == k.shape[0], (number.shape, k.shape)
+    assert number.shape == sizes[:2] and k.shape[0] == sizes[0], (number.shape, k.shape)
     index_width = 0
     if index is not None:
-        assert index.dtype == torch.int64 and index.is_contiguous() and index.shape[:2] == k.shape[:2]
+        assert index.dtype == torch.int64 and index.is_contiguous() and index.shape[:2] == sizes[:2]
         index_width = index.shape[2]
     if not probs:
         width = None
@@ -119,11 +134,8 @@ def decode_attend(
         out.data_ptr(),
         lse.data_ptr(),
         None if weights is None else weights.data_ptr(),
-        q.shape[0],
-        heads,
-        q.shape[1] // heads,
-        dim,
-        strides(*k.stride()[:3], *v.stride()[:3]),
+        *sizes,
+        apart,
         number.data_ptr(),
         None if index is None else index.data_ptr(),
         index_width,
@@ -148,11 +160,10 @@ def decode_attend_paged(
 
     k_pool, v_pool [blocks, H, block, D]; table [B, most blocks] int32 or int64; lengths [B] or [B, H] int64.
     """
-    heads, dim = k_pool.shape[1], q.shape[2]
-    check_heads(q, k_pool, v_pool, heads)
+    sizes, apart = layout_of(q, k_pool, v_pool)
     table = table.to(torch.int64).contiguous()
-    lengths = (lengths[:, None].expand(-1, heads) if lengths.dim() == 1 else lengths).contiguous()
-    assert lengths.dtype == torch.int64 and lengths.shape == (q.shape[0], heads) and table.shape[0] == q.shape[0]
+    lengths = (lengths[:, None].expand(sizes[:2]) if lengths.dim() == 1 else lengths).contiguous()
+    assert lengths.dtype == torch.int64 and lengths.shape == sizes[:2] and table.shape[0] == sizes[0]
     if not probs:
         width = None
     elif width is None:
@@ -167,12 +178,9 @@ def decode_attend_paged(
         out.data_ptr(),
         lse.data_ptr(),
         None if weights is None else weights.data_ptr(),
-        q.shape[0],
-        heads,
-        q.shape[1] // heads,
-        dim,
+        *sizes,
         k_pool.shape[2],
-        strides(*k_pool.stride()[:3], *v_pool.stride()[:3]),
+        apart,
         table.data_ptr(),
         table.shape[1],
         lengths.data_ptr(),

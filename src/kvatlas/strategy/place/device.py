@@ -39,8 +39,8 @@ class SlotStore(Store):
     def _empty(self, name: str, capacity: int) -> Tensor:
         spec, layout = self._spec(name), self.layout
         shape = (len(self.lengths), layout.kv_heads, capacity, *spec.tail)
-        make = torch.zeros if spec.kind == "metadata" else torch.empty
-        return make(shape, dtype=spec.dtype, device=self._device(name))
+        # Zeros, not garbage: a weight of 0 times a NaN would be a NaN. The pages cost nothing until they are written.
+        return torch.zeros(shape, dtype=spec.dtype, device=self._device(name))
 
     def _spec(self, name: str) -> Column:
         return next(c for c in self.layout.columns if c.name == name)

@@ -69,7 +69,7 @@ class PagedStore(Store):
         if blocks <= held:
             return
         for name, old in list(self.pools.items()):
-            new = old.new_empty(blocks if held == 0 else max(blocks, held + held // 8 + 1), *old.shape[1:])
+            new = old.new_zeros(blocks if held == 0 else max(blocks, held + held // 8 + 1), *old.shape[1:])
             new[:held] = old
             self.pools[name] = new
 

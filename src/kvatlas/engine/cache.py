@@ -1,0 +1,167 @@
+"""The KV cache of a batch: one LayerCache a layer, driven by whoever runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.prefill import Prefill
+from kvatlas.engine.clock import Clock
+from kvatlas.engine.layer import LayerCache
+from kvatlas.errors import UserError
+from kvatlas.strategy.answers import Encode, LayerFacts, Port, Read, Strategy, Transfers
+from kvatlas.strategy.keep.window import Window
+from kvatlas.strategy.place.device import Device
+from kvatlas.strategy.place.store import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The model's facts that a cache needs, one entry a layer where it is a tuple."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    scales: tuple[float, ...]
+    sinks: tuple[Tensor | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Realised:
+    """Fractions of all tokens seen, over the layers that the strategy works in (a model's own windows left out)."""
+
+    kept: float
+    read: float
+    read_bytes: int
+    scanned_bytes: int
+
+
+class KVCache:
+    """The cache of a batch of sequences under one strategy.
+
+    Args:
+        strategy: the four answers.
+        shape: of the model.
+        port: what a strategy may ask of the model.
+        constants: per layer, what ``read.calibrate`` found.
+        clock: where a step's time goes.
+
+    Layers with a sliding window of their own keep that window, whatever the strategy.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        shape: CacheShape,
+        port: Port,
+        constants: Sequence[Mapping[str, Tensor]] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if strategy.read.calibrates and constants is None:
+            raise UserError(f"'{strategy.name}' must be calibrated on the model first (kvatlas.load does that)")
+        self.strategy, self.shape, self.clock = strategy, shape, clock or Clock(False)
+        self.shared = strategy.place.shared(shape.layers)
+        self.layers = [self._layer(i, port, constants) for i in range(shape.layers)]
+        self.started = False
+
+    def _layer(self, i: int, port: Port, constants: Sequence[Mapping[str, Tensor]] | None) -> LayerCache:
+        shape, window = self.shape, self.shape.windows[i]
+        facts = LayerFacts(
+            i, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.scales[i],
+            windowed=window is not None,
+        )  # fmt: skip
+        how = Prefill(shape.scales[i], window, shape.sinks[i], self.strategy.prefill.kind == "eager")
+        if window is not None:
+            keep = Window(tokens=max(1, window - 1))
+            own = replace(self.strategy, keep=keep, read=Read(), place=Device(), encode=Encode())
+            return LayerCache(own, facts, how, port, None, None, self.clock)
+        return LayerCache(self.strategy, facts, how, port, self.shared, constants[i] if constants else None, self.clock)
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return len(self.layers[0].prompts)
+
+    @property
+    def seen(self) -> Tensor:
+        """``[B]`` int64: tokens that each sequence has had, kept or not."""
+        return self.layers[-1].seen
+
+    def begin(self, prompts: Sequence[int], reserve: int, reused: Sequence[int] = ()) -> None:
+        """Start sequences with prompts of these lengths, ``reserve`` tokens to come."""
+        assert prompts and min(prompts) >= 1, "a sequence has at least one token"
+        for layer in self.layers:
+            layer.begin(list(prompts), reserve, list(reused))
+        self.started = True
+
+    def match_prefix(self, row: int, ids: list[int]) -> int:
+        """How many of the prompt's first tokens need not be computed, being stored already."""
+        simple = not self.strategy.keep.evicts and not self.strategy.read.whole_prompt
+        own_windows = any(w is not None for w in self.shape.windows)
+        if self.shared is None or not simple or own_windows:
+            return 0
+        reused = self.shared.match_prefix(row, ids)
+        for layer in self.layers:
+            layer.store.begin(row, reused)
+            layer.seen[row] = reused
+        return reused
+
+    def finish_prefill(self, row: int, ids: list[int] | None = None) -> None:
+        """All layers have had a sequence's whole prompt."""
+        if self.shared is not None and ids is not None:
+            self.shared.register(row, ids)
+
+    def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool = True) -> Tensor:
+        """New tokens of one sequence: ``q [Hq, T, D]``, ``k, v [H, T, D]`` -> ``[T, Hq, D]``."""
+        return self.layers[layer].prefill(row, q.contiguous(), k.contiguous(), v.contiguous(), final)
+
+    def foresee(self, layer: int, x: Tensor) -> None:
+        """Layer ``layer`` is about to run on attention input ``x [B, 1, hidden]``: the next one may look ahead."""
+        if layer + 1 < len(self.layers):
+            self.layers[layer + 1].foresee(x)
+
+    def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One new token per sequence: ``q [B, Hq, D]``, ``k, v [B, H, D]`` -> ``[B, Hq, D]``."""
+        return self.layers[layer].step(q, k, v)
+
+    @property
+    def foresees(self) -> bool:
+        """Some layer wants the attention input of the one before."""
+        return any(layer.read.foresees for layer in self.layers)
+
+    def select_rows(self, rows: Tensor | Sequence[int]) -> None:
+        """Keep, reorder or repeat sequences (forking one repeats it); their state follows."""
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.shape.device)
+        for layer in self.layers:
+            layer.select_rows(index)
+
+    def bytes(self) -> Bytes:
+        """Bytes held in all layers, by tier and purpose."""
+        total = Bytes()
+        for layer in self.layers:
+            total += layer.bytes()
+        return total + Bytes(device_metadata=self.shared.device_bytes() if self.shared is not None else 0)
+
+    def transfers(self) -> Transfers:
+        """Copies between tiers so far."""
+        return self.shared.transfers() if self.shared is not None else Transfers()
+
+    def realised(self) -> Realised:
+        """What the last step kept and read, as fractions of all tokens."""
+        own = [layer for layer in self.layers if not layer.facts.windowed]
+        seen = sum(float(layer.seen.sum()) for layer in own)
+        kept = sum(layer.held_tokens() for layer in own)
+        read = sum(layer.read_tokens() for layer in own)
+        return Realised(
+            kept / max(seen, 1.0),
+            read / max(seen, 1.0),
+            sum(layer.read_bytes() for layer in self.layers),
+            sum(layer.selection.scanned for layer in self.layers if layer.selection is not None),
+        )

@@ -1,0 +1,300 @@
+"""The compiled kernels against float64 references, in the machine's own instructions and in generic ones."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvatlas.attention import native
+from kvatlas.attention.native import build
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels here: {native.why()}")
+LENGTHS = (0, 1, 7, 16, 17, 1000, 1025)
+DTYPES = (torch.float32, torch.bfloat16)
+generic = functools.cache(lambda: build.load("x86-64-v3"))
+
+
+@pytest.fixture(params=["native", "generic"], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run each test with the library for this machine and with the one for any CPU with AVX2."""
+    if request.param == "generic":
+        assert not generic().why
+        monkeypatch.setattr(build, "built", generic)
+        assert native.isa() == "generic"
+    return str(request.param)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and weights in float64; the first `number` [B, H] keys count."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("bhd,bhnd->bhn", q.double(), k) * scale
+    past = torch.arange(k.shape[2]) >= number.repeat_interleave(group, 1)[..., None]
+    scores = scores.masked_fill(past, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0)
+    return torch.einsum("bhn,bhnd->bhd", weights, v), scores.logsumexp(-1), weights
+
+
+def check(got: tuple[Tensor, Tensor, Tensor | None], expected: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse, weights = got
+    tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected[0], atol=tolerance, rtol=0)
+    torch.testing.assert_close(lse.double(), expected[1], atol=1e-5, rtol=1e-6)
+    if weights is not None:
+        width = weights.shape[2]
+        torch.testing.assert_close(weights.double(), expected[2][..., :width], atol=1e-6, rtol=1e-5)
+
+
+def random_case(group: int, dim: int, lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q [B, 2 G, D], k and v [B, 2, capacity, D] with other strides than their shapes', lengths [B, 2]."""
+    torch.manual_seed(group * 1000 + dim)
+    batch, capacity = len(lengths), max(lengths) + 3
+    q = torch.randn(batch, 2 * group, dim).to(dtype)
+    k = torch.randn(batch, capacity, 2, dim).to(dtype).transpose(1, 2)
+    v = torch.randn(batch, 2, capacity + 1, dim).to(dtype)[:, :, 1:]
+    return q, k, v, torch.tensor([(n, (n + 1) // 2) for n in lengths])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 17])
+def test_decode(group: int, dim: int, dtype: torch.dtype) -> None:
+    q, k, v, lengths = random_case(group, dim, LENGTHS, dtype)
+    scale = dim**-0.5
+    expected = attend(q, k, v, lengths, scale)
+    check(native.decode_attend(q, k, v, lengths, scale, probs=True), expected)
+    check(native.decode_attend(q, k, v, lengths, scale), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slots_past_the_length_are_never_read(dtype: torch.dtype, threads: int) -> None:
+    q, k, v, lengths = random_case(3, 80, LENGTHS, dtype)
+    expected = attend(q, k, v, lengths, 0.1)
+    past = (torch.arange(k.shape[2]) >= lengths[..., None])[..., None]
+    k, v = k.masked_fill(past, torch.nan), v.masked_fill(past, torch.nan)
+    check(native.decode_attend(q, k, v, lengths, 0.1, probs=True, width=1027), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_broken_key_is_not_hidden(dtype: torch.dtype) -> None:
+    q, k, v, lengths = random_case(2, 64, (100, 100), dtype)
+    k[0, 0, 50] = torch.nan
+    out, _, _ = native.decode_attend(q, k, v, lengths, 0.1)
+    assert out[0, :2].isnan().all() and not out[1].isnan().any()
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_scores_of_any_size(spread: float) -> None:
+    q, k, v, lengths = random_case(3, 64, (1025, 700), torch.float32)
+    q = q * spread
+    out, lse, weights = native.decode_attend(q, k, v, lengths, 1.0, probs=True)
+    expected = attend(q, k, v, lengths, 1.0)
+    assert weights is not None
+    torch.testing.assert_close(out.double(), expected[0], atol=2e-6 * spread * 10, rtol=0)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(lse), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_index(group: int, dtype: torch.dtype, threads: int) -> None:
+    q, k, v, _ = random_case(group, 64, LENGTHS, dtype)
+    index = torch.rand(k.shape[:3]).argsort(-1)[..., :900].contiguous()
+    count = torch.tensor([(0, 900), (1, 65), (64, 63), (900, 899), (17, 16), (600, 513), (512, 511)])
+    rows = index[..., None].expand(-1, -1, -1, 64)
+    expected = attend(q, k.gather(2, rows), v.gather(2, rows), count, 0.125)
+    index = index.masked_fill(torch.arange(900) >= count[..., None], 2**40)  # padding must not be followed
+    check(native.decode_attend(q, k, v, None, 0.125, index=index, count=count, probs=True), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [1, 7, 16, 100])
+@pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64])
+def test_paged(block: int, table_dtype: torch.dtype, dtype: torch.dtype, threads: int) -> None:
+    q, k, v, lengths = random_case(3, 80, LENGTHS, dtype)
+    lengths[:, 1] = lengths[:, 0]
+    most = -(-1028 // block)
+    table = torch.randperm(most * len(LENGTHS)).view(len(LENGTHS), most)
+    pools = []
+    for x in (k, v):
+        padded = torch.zeros(len(LENGTHS), 2, most * block, 80, dtype=dtype)
+        padded[:, :, : x.shape[2]] = x
+        pool = torch.empty(most * len(LENGTHS), 2, block, 80, dtype=dtype)
+        pool[table] = padded.unflatten(2, (most, block)).transpose(1, 2)
+        pools.append(pool)
+    expected = attend(q, k, v, lengths, 0.1)
+    check(native.decode_attend_paged(q, *pools, table.to(table_dtype), lengths, 0.1, probs=True), expected)
+    check(native.decode_attend_paged(q, *pools, table.to(table_dtype), lengths[:, 0], 0.1), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_in_any_batch_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
+    q, k, v, lengths = random_case(3, 64, (1025, 17, 1000, 600), dtype)
+    results, before = [], torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(native.decode_attend(q, k, v, lengths, 0.125, probs=True, width=1025))
+    torch.set_num_threads(before)
+    for b in range(4):
+        one = (x[b : b + 1].contiguous() for x in (q, k, v, lengths))
+        alone = native.decode_attend(*one, 0.125, probs=True, width=1025)
+        for first, second, third in zip(*results, alone):
+            assert first is not None and second is not None and third is not None
+            assert torch.equal(first, second) and torch.equal(first[b : b + 1], third)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append(dtype: torch.dtype) -> None:
+    k_store, v_store = torch.zeros(2, 3, 5, 3, 24, dtype=dtype).transpose(2, 3).unbind(0)
+    pos_store = torch.full((3, 3, 5), -1, dtype=torch.int32)
+    k, v = (torch.randn(3, 2 * 3, 24).to(dtype)[:, ::2] for _ in range(2))
+    pos, slots = torch.tensor([4, 5, 6], dtype=torch.int32), torch.tensor([[0, 4, 2], [1, 1, 1], [3, 0, 4]])
+    expected = [x.clone() for x in (k_store, v_store, pos_store)]
+    for store, new in zip(expected, (k[:, :, None], v[:, :, None], pos[:, None, None].expand(3, 3, 1))):
+        store.scatter_(2, slots.view(3, 3, 1, *[1] * (store.dim() - 3)).expand_as(new), new)
+    native.append_kv(k_store, v_store, pos_store, k, v, pos, slots)
+    assert all(torch.equal(a, b) for a, b in zip((k_store, v_store, pos_store), expected))
+
+
+def scores_of(q: Tensor, k: Tensor, scale: float, window: int | None, causal: bool) -> Tensor:
+    scores = q.double() @ k.double().repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(1, 2) * scale
+    ago = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+    hidden = (ago < 0) & causal if window is None else ((ago < 0) & causal) | (ago >= window)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "keys", "dim", "first", "window", "causal"),
+    [
+        (6, 2, 300, 300, 64, 0, None, True),
+        (3, 3, 70, 1000, 80, 0, None, True),
+        (8, 1, 500, 513, 128, 450, None, True),
+        (7, 1, 129, 127, 96, 3, None, True),
+        (2, 2, 300, 300, 64, 0, 40, True),
+        (2, 2, 300, 301, 64, 17, 200, True),
+        (2, 1, 17, 300, 256, 0, None, False),
+        (2, 1, 100, 300, 40, 5, 30, False),
+        (2, 1, 1, 1, 8, 0, None, True),
+        (2, 1, 16, 2049, 64, 16, None, True),
+    ],
+)
+def test_column_mass(
+    heads: int, kv_heads: int, queries: int, keys: int, dim: int, first: int, window: int | None, causal: bool,
+    dtype: torch.dtype, threads: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    q = torch.randn(queries, heads, dim).to(dtype).transpose(0, 1)
+    k = torch.randn(kv_heads, keys + 1, dim).to(dtype)[:, :keys]
+    scale = dim**-0.5
+    lse = scores_of(q, k, scale, None, causal).logsumexp(-1).float()
+    rows = (scores_of(q, k, scale, window, causal) - lse.double()[..., None]).exp().nan_to_num(0)
+    mass = native.column_mass(q, k, lse, scale, first, window, causal)
+    torch.testing.assert_close(mass.double(), rows[:, first:].sum(1), rtol=1e-5, atol=1e-30)
+
+
+def test_column_mass_of_a_long_prompt_adds_up() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4096, 64), torch.randn(1, 4096, 64)
+    lse = scores_of(q, k, 0.125, None, True).logsumexp(-1).float()
+    mass = native.column_mass(q, k, lse, 0.125).double()
+    expected = (scores_of(q, k, 0.125, None, True) - lse.double()[..., None]).exp().sum(1)
+    torch.testing.assert_close(mass, expected, rtol=1e-5, atol=0)
+    assert abs(mass.sum().item() - 4096) < 4096 * 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "depth"), [(960, 576), (576, 1536), (48, 64), (50, 72), (5, 40), (17, 8)])
+def test_linear(columns: int, depth: int, dtype: torch.dtype, threads: int) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(columns, depth).to(dtype) * depth**-0.5
+    all_rows = torch.randn(16, depth).to(dtype)
+    expected = all_rows.double() @ w.double().T
+    tolerance = {"atol": 1e-5, "rtol": 0} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2**-8}
+    together = native.linear_small(all_rows, w)
+    torch.testing.assert_close(together.double(), expected, **tolerance)
+    for rows in (1, 3, 8):
+        out = torch.full((rows, columns), torch.nan, dtype=dtype)
+        assert native.linear_small(all_rows[:rows], w, out) is out
+        assert torch.equal(out, together[:rows])
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=True
+    )
+    return done.stdout + done.stderr
+
+
+def test_no_second_openmp_runtime(library: str) -> None:
+    code = f"""
+import torch
+from kvatlas.attention import native
+from kvatlas.attention.native import build
+found = build.load({"native" if library == "native" else "x86-64-v3"!r})
+build.built = lambda: found
+native.linear_small(torch.ones(2, 64), torch.ones(4096, 64))
+maps = {{line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libomp" in line}}
+threads = open("/proc/self/status").read().split("Threads:")[1].split()[0]
+torch.ones(4096, 4096) @ torch.ones(4096, 64)
+again = open("/proc/self/status").read().split("Threads:")[1].split()[0]
+print(len(maps), threads == again)
+"""
+    assert run_python(code).split() == ["1", "True"]
+
+
+def test_two_processes_may_build_at_once(tmp_path: Path, library: str) -> None:
+    if library == "generic":
+        pytest.skip("once is enough")
+    code = "from kvatlas.attention.native import build; build.FLAGS += ('-O0',); print(build.available(), build.why())"
+    environment = {**os.environ, "KVATLAS_CACHE": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) for _ in range(2)]
+    assert [process.communicate()[0].split() for process in both] == [[b"True"], [b"True"]]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+
+
+def test_turned_off() -> None:
+    code = "from kvatlas.attention import native; print(native.available()); native.note_once(); native.note_once()"
+    lines = run_python(code, KVATLAS_NATIVE="0").splitlines()
+    assert lines[0] == "False" and len(lines) == 2 and "turned off by KVATLAS_NATIVE=0" in lines[1]
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert build.load().library is None and "no C++ compiler" in build.load().why
+
+
+def test_failed_build_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVATLAS_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", ("-fno-such-flag",))
+    assert build.load().library is None and "no-such-flag" in build.load().why and "\n" not in build.load().why
+    monkeypatch.setenv("KVATLAS_CACHE", "/proc/nowhere")
+    assert build.load().library is None and build.load().why
+
+
+def test_wrong_tensors_are_refused() -> None:
+    q, k = torch.ones(1, 4, 64), torch.ones(1, 2, 10, 64)
+    lengths = torch.full((1, 2), 10)
+    with pytest.raises(AssertionError):
+        native.decode_attend(q.half(), k.half(), k.half(), lengths, 1.0)
+    with pytest.raises(AssertionError):
+        native.decode_attend(q, k, k, lengths.int(), 1.0)
+    with pytest.raises(AssertionError):
+        native.decode_attend(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, lengths, 1.0)
+    with pytest.raises(AssertionError):
+        native.linear_small(torch.ones(17, 64), torch.ones(8, 64))
