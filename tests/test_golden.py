@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from kvatlas.engine.replay import replay
 from kvatlas.strategy.read.speculation import partial_columns, skew, speculate
 

@@ -72,8 +72,9 @@ def random_case(group: int, dim: int, lengths: tuple[int, ...], dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 17])
+@pytest.mark.parametrize(
+    ("group", "dim"), [(g, d) for g in (1, 3, 4, 7, 8) for d in (64, 80, 128)] + [(17, 8), (2, 96), (5, 256), (6, 48)]
+)
 def test_decode(group: int, dim: int, dtype: torch.dtype) -> None:
     q, k, v, lengths = random_case(group, dim, LENGTHS, dtype)
     scale = dim**-0.5
@@ -210,12 +211,12 @@ def test_column_mass(
 
 def test_column_mass_of_a_long_prompt_adds_up() -> None:
     torch.manual_seed(0)
-    q, k = torch.randn(1, 4096, 64), torch.randn(1, 4096, 64)
+    q, k = torch.randn(1, 3000, 64), torch.randn(1, 3000, 64)
     lse = scores_of(q, k, 0.125, None, True).logsumexp(-1).float()
     mass = native.column_mass(q, k, lse, 0.125).double()
     expected = (scores_of(q, k, 0.125, None, True) - lse.double()[..., None]).exp().sum(1)
     torch.testing.assert_close(mass, expected, rtol=1e-5, atol=0)
-    assert abs(mass.sum().item() - 4096) < 4096 * 1e-5
+    assert abs(mass.sum().item() - 3000) < 3000 * 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -258,16 +259,23 @@ print(len(maps), threads == again)
     assert run_python(code).split() == ["1", "True"]
 
 
-def test_two_processes_may_build_at_once(tmp_path: Path, library: str) -> None:
-    if library == "generic":
-        pytest.skip("once is enough")
-    code = "from kvatlas.attention.native import build; build.FLAGS += ('-O0',); print(build.available(), build.why())"
-    environment = {**os.environ, "KVATLAS_CACHE": str(tmp_path)}
+@pytest.mark.parametrize("library", ["native"], indirect=True)
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "kernel.cpp").write_text('#include <algorithm>\nextern "C" int nothing() { return 0; }')
+    code = f"""
+from pathlib import Path
+from kvatlas.attention.native import build
+build.FOLDER = Path({str(tmp_path / "source")!r})
+print(build.available(), build.why())
+"""
+    environment = {**os.environ, "KVATLAS_CACHE": str(tmp_path / "cache")}
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) for _ in range(2)]
     assert [process.communicate()[0].split() for process in both] == [[b"True"], [b"True"]]
-    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
 
 
+@pytest.mark.parametrize("library", ["native"], indirect=True)
 def test_turned_off() -> None:
     code = "from kvatlas.attention import native; print(native.available()); native.note_once(); native.note_once()"
     lines = run_python(code, KVATLAS_NATIVE="0").splitlines()

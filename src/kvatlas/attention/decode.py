@@ -49,6 +49,7 @@ def attend_tile(q: Tensor, tile: Tile, scale: float, weights: bool) -> Partial:
 
 def plain_tile(q: Tensor, tile: Tile, scale: float, weights: bool) -> Partial:
     """Batched products over grouped queries; keys are never repeated, gathers are a tile at a time."""
+    pieces: list[tuple[Tensor, Tensor, Tensor | None]]
     if tile.table is not None:
         pieces = list(_paged_pieces(tile))
     elif tile.index is not None:
@@ -77,7 +78,7 @@ def _rotated(q: Tensor, query_at: Tensor, rotate: Rotate | None) -> Tensor:
     return rotate(q.unsqueeze(2), query_at).squeeze(2)
 
 
-def _gathered_pieces(tile: Tile) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+def _gathered_pieces(tile: Tile) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
     assert tile.index is not None and tile.count is not None
     for start in range(0, tile.index.shape[-1], TILE):
         index = tile.index[..., start : start + TILE]
@@ -90,13 +91,17 @@ def take_slots(column: Tensor, index: Tensor) -> Tensor:
     if column.is_contiguous():
         base = torch.arange(batch * heads, device=index.device).view(batch, heads, 1) * cap
         flat = (index.clamp(0, cap - 1) + base).reshape(-1)
-        return column.reshape(batch * heads * cap, *column.shape[3:]).index_select(0, flat).view(*index.shape, *column.shape[3:])
+        return (
+            column.reshape(batch * heads * cap, *column.shape[3:])
+            .index_select(0, flat)
+            .view(*index.shape, *column.shape[3:])
+        )
     b = torch.arange(batch, device=index.device).view(-1, 1, 1)
     h = torch.arange(heads, device=index.device).view(1, -1, 1)
     return column[b, h, index.clamp(0, cap - 1)]
 
 
-def _paged_pieces(tile: Tile) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+def _paged_pieces(tile: Tile) -> Iterable[tuple[Tensor, Tensor, Tensor | None]]:
     assert tile.table is not None and tile.lengths is not None
     block = tile.k.shape[-2]
     step = max(1, TILE // block)

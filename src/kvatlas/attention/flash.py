@@ -42,15 +42,17 @@ def _fused_serves(q: Tensor, mask: Tensor | None) -> bool:
     return q.device.type == "cuda" and mask is None and q.shape[-1] % 8 == 0
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     aten = torch.ops.aten
     if q.device.type == "cpu":
         bias = None if mask is None else mask.unsqueeze(1).expand(q.shape[0], 1, *mask.shape[1:])
         if bias is not None:  # the operator wants an additive mask in the queries' dtype
             bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[:2]
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[
+            :2
+        ]
+        if mask is not None:  # the operator gives rows that see nothing a log-sum-exp of 0
+            lse = lse.masked_fill(~mask.any(-1).unsqueeze(1), float("-inf"))
         return out, lse
     if q.dtype in (torch.bfloat16, torch.float16):
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
@@ -59,11 +61,9 @@ def _fused(
     return out, lse[..., : q.shape[2]]  # the operator pads rows
 
 
-def _tiled(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _tiled(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Plain rows of tiles: for devices, dtypes and masks without a fused operator."""
-    heads, group, rows, dim = q.shape
+    heads, group, rows, _ = q.shape
     step = max(1, SCORES_AT_ONCE // (heads * group * k.shape[1]))
     out, lse = torch.empty_like(q), q.new_empty(heads, group, rows, dtype=torch.float32)
     for start in range(0, rows, step):

@@ -15,7 +15,15 @@ from kvatlas.attention.tiles import Wants
 
 
 def key_statistic(
-    q: Tensor, k: Tensor, lse: Tensor, wants: Wants, *, scale: float, causal: bool, seen_keys: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    wants: Wants,
+    *,
+    scale: float,
+    causal: bool,
+    seen_keys: Tensor | None = None,
+    behind: Tensor | None = None,
 ) -> Tensor:
     """The statistic ``wants`` of every key.
 
@@ -23,6 +31,7 @@ def key_statistic(
         q: ``[Hq, Tq, D]``; k: ``[H, Tk, D]``; lse: ``[Hq, Tq]`` over *all* keys of the row.
         causal: query i sees keys 0..i of these (Tq == Tk), else every one of them.
         seen_keys: ``[Tq]`` how many keys each query saw in all (``hits`` only).
+        behind: ``[H or 1, Tk]`` how far each key lies behind the first query (``band`` over stored keys only).
 
     Returns:
         ``[Hq, Tk]`` float32.
@@ -33,7 +42,7 @@ def key_statistic(
     band = wants.last if wants.kind == "band" else None
     if wants.kind != "hits" and band is None and fast.serves(q, k):
         return fast.column_mass(q, k, lse, scale, first_query=first, causal=causal)
-    return _tiled_statistic(q, k, lse, wants, scale, causal, first, band, seen_keys)
+    return _tiled_statistic(q, k, lse, wants, scale, causal, first, band, seen_keys, behind)
 
 
 def _tiled_statistic(
@@ -46,6 +55,7 @@ def _tiled_statistic(
     first: int,
     band: int | None,
     seen_keys: Tensor | None,
+    behind: Tensor | None,
 ) -> Tensor:
     heads, group = k.shape[0], q.shape[0] // k.shape[0]
     rows, keys = q.shape[1], k.shape[1]
@@ -57,7 +67,7 @@ def _tiled_statistic(
         left = max(0, start - band + 1) if band is not None and causal else 0
         right = stop if causal else keys
         p = row_scores(grouped[:, :, start:stop], k[:, left:right], scale).sub_(row_lse[:, :, start:stop]).exp_()
-        hidden = _hidden(start, stop, left, right, causal, band, keys - rows if not causal else 0, q.device)
+        hidden = _hidden(start, stop, left, right, causal, band, behind, q.device)
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
         if wants.kind == "hits":
@@ -68,12 +78,21 @@ def _tiled_statistic(
 
 
 def _hidden(
-    start: int, stop: int, left: int, right: int, causal: bool, band: int | None, ahead: int, device: torch.device
+    start: int,
+    stop: int,
+    left: int,
+    right: int,
+    causal: bool,
+    band: int | None,
+    behind: Tensor | None,
+    device: torch.device,
 ) -> Tensor | None:
-    """``[t, n]`` True where the key does not count for the query."""
-    if not causal and band is None:
+    """``[t, n]`` or ``[H or 1, 1, t, n]``: True where the key does not count for the query."""
+    query = torch.arange(start, stop, device=device).unsqueeze(1)
+    if causal:
+        gap = query - torch.arange(left, right, device=device)
+        return gap < 0 if band is None else (gap < 0) | (gap >= band)
+    if band is None:
         return None
-    query = torch.arange(start, stop, device=device).unsqueeze(1) + ahead
-    key = torch.arange(left, right, device=device)
-    hidden = key > query if causal else torch.zeros(stop - start, right - left, dtype=torch.bool, device=device)
-    return hidden if band is None else hidden | (query - key >= band)
+    assert behind is not None, "a band over stored keys needs their distances"
+    return (query + behind.unsqueeze(1) >= band).unsqueeze(1)

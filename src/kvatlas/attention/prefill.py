@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +64,12 @@ def attend_prefill(
     total = merge(parts, None if how.sink is None else how.sink.view(-1, 1))
     statistic = None
     if wants is not None:
-        seen_keys = torch.arange(1, q.shape[1] + 1, device=q.device) + sum(tile.width for tile in past)
+        stored = [_contiguous(tile)[0] for tile in past]
+        seen_keys = torch.arange(1, q.shape[1] + 1, device=q.device) + sum(keys.shape[1] for keys in stored)
         columns = [
-            key_statistic(_seen_from(q, tile, rotate), _contiguous(tile)[0], total.lse, wants,
-                          scale=how.scale, causal=False, seen_keys=seen_keys)
-            for tile in past
+            key_statistic(_seen_from(q, tile, rotate), keys, total.lse, wants, scale=how.scale, causal=False,
+                          seen_keys=seen_keys, behind=first - at)
+            for tile, keys, at in zip(past, stored, _positions(past, stored))
         ]  # fmt: skip
         columns.append(key_statistic(q, k, total.lse, wants, scale=how.scale, causal=True, seen_keys=seen_keys))
         statistic = torch.cat(columns, dim=-1)
@@ -88,7 +89,9 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, how: Prefill) -> Partial:
         left = max(0, start - how.window + 1)
         gap = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(left, stop, device=q.device)
         mask = ((gap >= 0) & (gap < how.window)).unsqueeze(0)
-        parts.append(flash(q[:, start:stop], k[:, left:stop], v[:, left:stop], scale=how.scale, causal=False, mask=mask))
+        parts.append(
+            flash(q[:, start:stop], k[:, left:stop], v[:, left:stop], scale=how.scale, causal=False, mask=mask)
+        )
     return Partial(torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1))
 
 
@@ -116,6 +119,16 @@ def _contiguous(tile: Tile) -> tuple[Tensor, Tensor]:
         n = int(tile.lengths[0, 0])
         return gather_blocks(tile.k, tile.table)[0, :, :n], gather_blocks(tile.v, tile.table)[0, :, :n]
     return tile.k[0], tile.v[0]
+
+
+def _positions(past: Sequence[Tile], stored: Sequence[Tensor]) -> Iterator[Tensor]:
+    """True positions ``[H or 1, n]`` of stored keys: as the tiles say, else one after another from 0."""
+    start = 0
+    for tile, keys in zip(past, stored):
+        n = keys.shape[1]
+        in_order = torch.arange(start, start + n, device=keys.device).unsqueeze(0)
+        yield in_order if tile.positions is None else tile.positions[0]
+        start += n
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, how: Prefill, wants: Wants | None) -> tuple[Tensor, Tensor | None]:

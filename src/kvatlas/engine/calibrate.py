@@ -32,7 +32,7 @@ class Recorder(KVCache):
 
 
 def calibrate(lm: LM, read: Read) -> list[Mapping[str, Tensor]]:
-    """Constants of every layer, from about 2,048 tokens of the model's calibration text (random ids without a tokenizer)."""
+    """Constants of every layer, from 2,048 tokens of the model's calibration text (random ids without a tokenizer)."""
     recorder = Recorder(read, parse("full"), lm.shape, lm.port)
     lm.prefill(recorder, [calibration_ids(lm)], reserve=1)
     return list(recorder.found)

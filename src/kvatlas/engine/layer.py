@@ -116,22 +116,26 @@ class LayerCache:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _run(self, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool) -> Tensor:
-        isolated = self.strategy.prefill.kind == "chunked-isolated"
-        evicts_now = final or self.strategy.prefill.evict_chunks
-        first = int(self.seen[row])
+        first, past = int(self.seen[row]), list[Tile]()
         self.store.compact()
-        held = self._scratch.get(row, self.store)
-        past: list[Tile] = []
-        if first and not isolated:
+        if first and self.strategy.prefill.kind != "chunked-isolated":
+            held = self._scratch.get(row, self.store)
             past = list(held.row_tiles(row if held is self.store else 0, self._row_spans(row, q, first)))
         out, statistic = attend_prefill(
             q, k, v, self.how, past=past, first=first, wants=self.wants, rotate=self._rotate(first, q.shape[1])
         )
         with self.clock("compress"):
-            fresh = self._fresh_columns(row, q, k, v, first)
-            self.seen[row] = first + q.shape[1]
-            self._store_run(row, held, fresh, statistic, evicts_now, isolated)
+            self.take(row, q, k, v, statistic, final)
         return out
+
+    def take(self, row: int, q: Tensor, k: Tensor, v: Tensor, statistic: Tensor | None, final: bool = True) -> None:
+        """Store a run that has been attended to, or what the keep rule leaves of it.
+
+        ``statistic [Hq, held + T]`` is what the rule wanted of the attention, for what is held and for the run.
+        """
+        fresh = self._fresh_columns(row, q, k, v, int(self.seen[row]))
+        self.seen[row] += q.shape[1]
+        self._store_run(row, fresh, statistic, final or self.strategy.prefill.evict_chunks)
 
     def _fresh_columns(self, row: int, q: Tensor, k: Tensor, v: Tensor, first: int) -> dict[str, Tensor]:
         """Every column of the new tokens, ``[H, T, ...]`` each."""
@@ -151,17 +155,16 @@ class LayerCache:
                 values[spec.name] = torch.zeros(facts.kv_heads, n, *spec.tail, dtype=spec.dtype, device=k.device)
         return values
 
-    def _store_run(
-        self, row: int, held: Store, fresh: dict[str, Tensor], statistic: Tensor | None, evicts: bool, isolated: bool
-    ) -> None:
+    def _store_run(self, row: int, fresh: dict[str, Tensor], statistic: Tensor | None, evicts: bool) -> None:
         if not self.keep.evicts or "capacity" not in self.plan:
             self.store.extend(row, fresh)
             return
+        held = self._scratch.get(row, self.store)
         index = row if held is self.store else 0
         before = int(held.lengths[index, 0])
         candidates = held.row_columns(index) if before else {}
         everything = {n: torch.cat([candidates[n], c], 1) if before else c for n, c in fresh.items()}
-        if isolated and before and statistic is not None:
+        if statistic is not None and statistic.shape[-1] < before + fresh["k"].shape[1]:  # chunks blind to each other
             statistic = torch.nn.functional.pad(statistic, (before, 0))
         view = self._row_view(row, everything, statistic)
         if statistic is not None:
@@ -199,7 +202,9 @@ class LayerCache:
             return None
         steps = torch.arange(1, q.shape[1] + 1, device=q.device)
         return [
-            Span(s.start, s.stop, None if s.query_at is None else (s.query_at[row] + steps).clamp(max=first + steps - 1))
+            Span(
+                s.start, s.stop, None if s.query_at is None else (s.query_at[row] + steps).clamp(max=first + steps - 1)
+            )
             for s in spans
         ]
 
@@ -293,7 +298,9 @@ class LayerCache:
 
     def _rotate(self, first: int, n: int) -> Rotate:
         def turn(q: Tensor, to: Tensor) -> Tensor:
-            return self.port.rotate(self.facts.layer, q, torch.arange(first, first + n, device=q.device).unsqueeze(0), to)
+            return self.port.rotate(
+                self.facts.layer, q, torch.arange(first, first + n, device=q.device).unsqueeze(0), to
+            )
 
         return turn
 
@@ -360,5 +367,3 @@ def _by_slot(weights: Tensor, chosen: Selection, width: int) -> Tensor:
     valid = torch.arange(index.shape[-1], device=index.device) < chosen.count.repeat_interleave(group, 1).unsqueeze(-1)
     out = weights.new_zeros(*weights.shape[:2], width)
     return out.scatter_add_(-1, index, weights.masked_fill(~valid, 0.0))
-
-

@@ -96,7 +96,9 @@ class LM:
         device = self.facts.device
         positions = torch.arange(first, first + len(part), device=device).unsqueeze(0)
         ids = torch.tensor([part], device=device)
-        out = self.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{cache_name(): driver})
+        out = self.model(
+            input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{cache_name(): driver}
+        )
         return out.logits[:, -1]
 
     @torch.no_grad()
@@ -149,7 +151,9 @@ class LM:
         out = []
         for prompt, row in zip(ids, rows):
             kept = [t for t in row if t >= 0]
-            out.append(Generation(self.decode(kept), kept, len(prompt), "length" if len(kept) == max_new_tokens else "stop"))
+            out.append(
+                Generation(self.decode(kept), kept, len(prompt), "length" if len(kept) == max_new_tokens else "stop")
+            )
         return out
 
     def stream(
@@ -184,21 +188,19 @@ class LM:
 
     def encode_prompts(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         """Texts to token ids; ids pass through. Raises UserError for an empty prompt, or text without a tokenizer."""
-        items = [prompts] if isinstance(prompts, str) else list(prompts)
+        items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if not items:
             raise UserError("no prompt given")
-        out = []
-        for i, item in enumerate(items):
-            if isinstance(item, str):
-                if self.tokenizer is None:
-                    raise UserError("this model has no tokenizer; give prompts as lists of token ids")
-                if not item.strip():
-                    raise UserError(f"prompt {i + 1} is empty")
-                item = self.tokenizer(item)["input_ids"]
-            if not len(item):
-                raise UserError(f"prompt {i + 1} is empty")
-            out.append([int(t) for t in item])
-        return out
+        return [self._ids(item, f"prompt {i + 1}") for i, item in enumerate(items)]
+
+    def _ids(self, item: Any, name: str) -> list[int]:
+        if isinstance(item, str):
+            if self.tokenizer is None:
+                raise UserError("this model has no tokenizer; give prompts as lists of token ids")
+            item = self.tokenizer(item)["input_ids"] if item.strip() else []
+        if not len(item):
+            raise UserError(f"{name} is empty")
+        return [int(token) for token in item]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, or an empty string without a tokenizer."""

@@ -25,8 +25,8 @@ class Replay:
 
     Attributes:
         kept: sorted true positions ``[H, n]`` after the prefill and after each later token.
-        read: sorted true positions that each later token attended to, ``[H, n]`` (a list per KV head where their numbers
-            differ).
+        read: sorted true positions that each later token attended to, ``[H, n]`` (a list per KV head where their
+            numbers differ).
         output: ``[T - prompt_len, Hq, D]``.
         covered: with ``diagnose``, ``[T - prompt_len, Hq]``: the share of full attention's mass that was read.
         overlap: with ``diagnose``, ``[T - prompt_len, H]``: of the as many best keys (by the group's mean mass), the share

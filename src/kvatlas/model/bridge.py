@@ -33,10 +33,12 @@ NAME = "kvatlas"
 class Driven(Protocol):
     """What the bridge drives (``engine.cache.KVCache``)."""
 
-    foresees: bool
     started: bool
-    rows: int
 
+    @property
+    def foresees(self) -> bool: ...
+    @property
+    def rows(self) -> int: ...
     def begin(self, prompts: Sequence[int], reserve: int) -> None: ...
     def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool) -> Tensor: ...
     def foresee(self, layer: int, x: Tensor) -> None: ...
@@ -68,13 +70,15 @@ class AtlasCache(Cache):
     positions stay true. ``rows`` names the sequences of ``kv`` that take part; None: all of them, begun at the first call.
     """
 
-    def __init__(self, kv: Driven, layers: int, rows: list[int] | None = None, reserve: int = 256, seen: int = 0) -> None:
+    def __init__(
+        self, kv: Driven, layers: int, rows: list[int] | None = None, reserve: int = 256, seen: int = 0
+    ) -> None:
         super().__init__(layers=[AtlasLayer(self) for _ in range(layers)])
         self.kv, self.rows, self.reserve = kv, rows, reserve
         self.columns, self.final = seen, True
         self._token: Any = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """The attention call that follows stores them; here they only pass."""
         if _active.get() is None:
             raise UserError("a kvatlas cache works with the model it was made for: kvatlas.cache(strategy, model)")
@@ -325,7 +329,7 @@ def _bridge_with(module: nn.Module) -> Bridge:
 
 def _own_attention(module: nn.Module) -> Any:
     own = next((o for b in _bridges.values() for c, o in zip(b.configs, b.own) if c is module.config), "sdpa")
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
 
 

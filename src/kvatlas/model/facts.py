@@ -54,7 +54,9 @@ def decoder_of(model: Any) -> nn.Module:
 def attentions_of(model: Any) -> list[nn.Module]:
     """Each layer's attention module, in order. Raises UserError for a layer without one."""
     layers = _layers(decoder_of(model)) or ()
-    found = [next((part for name in ATTENTION if (part := getattr(layer, name, None))), None) for layer in layers]
+    found: list[Any] = [
+        next((part for name in ATTENTION if (part := getattr(layer, name, None))), None) for layer in layers
+    ]
     if not found or None in found:
         raise UserError(
             f"{type(model).__name__} has layers without attention, or none that can be found; "
@@ -117,7 +119,7 @@ def _layers(decoder: Any) -> Any:
 
 def _check_uniform(architecture: str, attentions: list[nn.Module]) -> None:
     """Every layer must keep its own KV of one shape."""
-    sizes = {getattr(attention, "head_dim", None) for attention in attentions}
+    sizes: set[Any] = {getattr(attention, "head_dim", None) for attention in attentions}
     if len(sizes) > 1:
         raise UserError(f"{architecture} has layers with different head sizes {sorted(sizes)}, which is not supported")
     if any(getattr(attention, "is_kv_shared_layer", False) for attention in attentions):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvatlas.attention import native
 from kvatlas.errors import UserError
 from kvatlas.model.project import Projector
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # attend(layer, q [B,Hq,T,D], k [B,Hkv,T,D], v [B,Hkv,T,D], x [B,T,hidden]) -> [B,T,Hq*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+FEW_ROWS, NATIVE = 16, (torch.bfloat16, torch.float32)
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _PLAIN = {
     "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
@@ -100,7 +102,7 @@ class LeanDecoder:
             x = x + _linear(seen.reshape(batch * length, -1), layer.out, layer.out_bias)
             h = _rms_norm(x, layer.mlp_norm, self.eps)
             h = _silu_mul(_linear(h, layer.gate_up, layer.gate_up_bias))
-            x = x.add_(_linear(h, layer.down, layer.down_bias))
+            x.add_(_linear(h, layer.down, layer.down_bias))
         last = x.view(batch, length, -1)[:, -1]
         return _linear(_rms_norm(last, self.model.model.norm.weight, self.eps), self.model.lm_head.weight, None)
 
@@ -134,7 +136,7 @@ class LeanDecoder:
     def _merge(self) -> None:
         self.layers = [self._merged(layer) for layer in self.model.model.layers]
 
-    def _merged(self, layer: nn.Module) -> _Layer:
+    def _merged(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         three = (attention.q_proj, attention.k_proj, attention.v_proj)
         two = (mlp.gate_proj, mlp.up_proj)
@@ -152,7 +154,7 @@ class LeanDecoder:
             down_bias=mlp.down_proj.bias,
         )
 
-    def _qk_norm(self, attention: nn.Module) -> Tensor | None:
+    def _qk_norm(self, attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
         q, k = attention.q_norm.weight, attention.k_norm.weight
@@ -165,22 +167,21 @@ class LeanDecoder:
             self._merge()
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer has just the known parts, and its matrices are plain (not adapters, not quantised)."""
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer has just the known parts, and its matrices are plain (no adapters, nothing quantised)."""
     attention, mlp = layer.self_attn, layer.mlp
-    matrices = [part for part in (*attention.children(), *mlp.children()) if getattr(part, "weight", None) is not None]
-    named = all(part.weight.dim() == 1 or type(part) is nn.Linear for part in matrices)
     known = (("attention", attention), ("mlp", mlp), ("layer", layer))
-    biases = [[p.bias is None for p in group] for group in (
-        (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))]  # fmt: skip
-    return (
-        named
-        and all({name for name, _ in module.named_children()} <= _PLAIN[kind] for kind, module in known)
-        and all(len(set(group)) == 1 for group in biases)
+    if not all({name for name, _ in module.named_children()} <= _PLAIN[kind] for kind, module in known):
+        return False
+    three = (attention.q_proj, attention.k_proj, attention.v_proj)
+    two = (mlp.gate_proj, mlp.up_proj)
+    matrices = (*three, *two, attention.o_proj, mlp.down_proj)
+    return all(type(part) is nn.Linear for part in matrices) and all(
+        len({part.bias is None for part in group}) == 1 for group in (three, two)
     )
 
 
-def _joined(parts: list[Any]) -> Tensor | None:
+def _joined(parts: list[Any]) -> Any:
     """One tensor with the parameters `parts` below each other; the parameters become views of it. None for no bias."""
     if parts[0] is None:
         return None
@@ -210,7 +211,12 @@ def _adjacent(parts: list[Tensor]) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, in] times weight [out, in]: the one place to swap the matrix product."""
+    """x [n, in] times weight [out, in]: the one place that chooses the matrix product.
+
+    The native one reads a weight once for up to 16 rows, and a row's result does not depend on how many there are.
+    """
+    if bias is None and x.shape[0] <= FEW_ROWS and x.device.type == "cpu" and x.dtype in NATIVE and x.shape[1] % 8 == 0:
+        return native.linear_small(x.contiguous(), weight) if native.available() else F.linear(x, weight)
     return F.linear(x, weight, bias)
 
 

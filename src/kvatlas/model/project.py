@@ -9,7 +9,7 @@ from kvatlas.errors import UserError
 from kvatlas.model.facts import SCALED_BEFORE, attentions_of, decoder_of, facts_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 MOVING_ROPE = ("dynamic", "longrope")  # frequencies depend on the sequence's length: no rotation by a difference
 
@@ -22,9 +22,9 @@ class Projector:
     """
 
     def __init__(self, model: Any) -> None:
-        self.attentions = attentions_of(model)
+        self.attentions: list[Any] = attentions_of(model)
         self.facts = facts_of(model)
-        self.rotary = getattr(decoder_of(model), "rotary_emb", None)
+        self.rotary: Any = getattr(decoder_of(model), "rotary_emb", None)
         config = model.config.get_text_config(decoder=True)
         self._by_type = _takes_layer_type(self.rotary)
         self._types = getattr(config, "layer_types", None) or [None] * len(self.attentions)
@@ -71,7 +71,7 @@ class Projector:
         scaling = self._scaling(layer)
         return _apply(self.attentions[layer], wide, cos / scaling, sin / scaling).to(q.dtype)
 
-    def _flat(self, attention: nn.Module, x: Tensor) -> Tensor:
+    def _flat(self, attention: Any, x: Tensor) -> Tensor:
         """The projected queries [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""
         import torch.nn.functional as F
 
@@ -91,7 +91,7 @@ class Projector:
         whole = norm is not None and norm.weight.shape[-1] != self.facts.head_dim
         return norm(flat) if whole else flat
 
-    def _rotates(self, attention: nn.Module) -> bool:
+    def _rotates(self, attention: Any) -> bool:
         """Whether this layer's queries carry RoPE: some architectures leave it out in some layers."""
         if self.rotary is None:
             return False
@@ -129,7 +129,7 @@ class Projector:
             )
 
 
-def _norm_of(attention: nn.Module) -> Any:
+def _norm_of(attention: Any) -> Any:
     """The norm on queries, or None."""
     norm = getattr(attention, "q_norm", None)
     norm = norm if norm is not None else getattr(attention, "q_layernorm", None)
@@ -146,7 +146,7 @@ def _takes_layer_type(rotary: Any) -> bool:
     )
 
 
-def _apply(attention: nn.Module, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply(attention: Any, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on q [B, H, T, D] by the function that the architecture's own module defines."""
     import torch
 

@@ -238,7 +238,9 @@ class Read(Answer):
         """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> the layer's constants."""
         return {}
 
-    def observe_prefill(self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    def observe_prefill(
+        self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor
+    ) -> dict[str, Tensor]:
         """A prompt's queries ``[Hq, T, D]`` and keys ``[H, T, D]`` -> its state (tensors without a batch dimension)."""
         return {}
 

@@ -16,7 +16,9 @@ def parse_budget(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise UserError(f"budget '{text}' is not a number; write a fraction such as 0.3 or whole tokens such as 256") from None
+        raise UserError(
+            f"budget '{text}' is not a number; write a fraction such as 0.3 or whole tokens such as 256"
+        ) from None
     if not 0 < value < float("inf"):
         raise UserError(f"budget {text} must be above 0: a fraction up to 1.0, or whole tokens")
     if value > 1 and value != int(value):

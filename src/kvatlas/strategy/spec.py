@@ -44,10 +44,12 @@ def parse(spec: str | Strategy) -> Strategy:
     for part in parts:
         for question, answer in _answers(part).items():
             if question in answers:
-                raise UserError(f"'{spec}': {answers[question][0]} and {part.preset.name} both answer '{question}'; keep one")
+                raise UserError(
+                    f"'{spec}': {answers[question][0]} and {part.preset.name} both answer '{question}'; keep one"
+                )
             answers[question] = (part.preset.name, answer)
-    defaults = {"keep": Keep(), "read": Read(), "place": Device(), "encode": Encode()}
-    chosen = {q: answers[q][1] if q in answers else default for q, default in defaults.items()}
+    defaults: dict[Question, Any] = {"keep": Keep(), "read": Read(), "place": Device(), "encode": Encode()}
+    chosen: dict[str, Any] = {q: answers[q][1] if q in answers else default for q, default in defaults.items()}
     prefill = _prefill({k: v for part in parts for k, v in part.common.items()})
     strategy = Strategy(name="+".join(_format(part) for part in parts), prefill=prefill, **chosen)
     for answer in chosen.values():
@@ -116,7 +118,8 @@ def _read(kind: object, text: str) -> object:
 def _name(kind: object) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(str(a) for a in get_args(kind))
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, str(kind))  # type: ignore[arg-type]
+    words: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(kind, str(kind))
 
 
 def _answers(part: Part) -> dict[Question, Any]:
@@ -136,7 +139,9 @@ def _prefill(common: dict[str, str]) -> PrefillMode:
         raise UserError(f"unknown prefill '{kind}': {nearest(kind, kinds)}")
     chunked = kind.startswith("chunked")
     if chunked != bool(colon) or (colon and (not size.isdigit() or int(size) < 1)):
-        raise UserError(f"prefill={kind}{colon}{size}: write prefill=flash, eager, chunked:N or chunked-isolated:N with N tokens")
+        raise UserError(
+            f"prefill={kind}{colon}{size}: write prefill=flash, eager, chunked:N or chunked-isolated:N with N tokens"
+        )
     evict = common.get("evict", "end")
     if evict not in ("chunk", "end"):
         raise UserError(f"evict={evict}: choose from chunk, end")
@@ -158,4 +163,6 @@ def _format(part: Part) -> str:
 def _text(value: Any, parameter: Parameter) -> str:
     if parameter.field == "budget":
         return format_budget(value)
-    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower() if isinstance(value, bool) else f"{value:.12g}" if isinstance(value, float) else str(value)
+    )

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch  # noqa: F401  (loads the OpenMP runtime that the library is linked to)
+import torch  # also loads the OpenMP runtime that the library is linked to
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
@@ -138,4 +138,5 @@ def why() -> str:
 def note_once() -> None:
     """Tell the user, once per process, that plain PyTorch does the work and why."""
     if not available():
-        print(f"kvatlas: fast CPU kernels are not in use ({why()}); plain PyTorch is slower, not different.", file=sys.stderr)
+        line = f"kvatlas: the fast CPU kernels are not in use ({why()}); plain PyTorch does the same, only slower."
+        print(line, file=sys.stderr)

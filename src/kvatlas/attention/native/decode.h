@@ -86,20 +86,23 @@ template <class T> struct Decode {
     void weigh(const Block& block, int line, const float* weight, float* values) const {
         Floats sum[Q][L * H];
         float* at = values + line * H * LANES;
-        for (int j = 0; j < Q; j++)
-            for (int u = 0; u < L * H; u++) sum[j][u] = load(at + j * values_size() + u * LANES);
+        unroll<Q * L * H>([&](int u) INLINE {
+            sum[u / (L * H)][u % (L * H)] = load(at + u / (L * H) * values_size() + u % (L * H) * LANES);
+        });
         int last = row.words(line + L - 1);
         for (int i = 0; i < block.count; i++) {
             Floats v[L * H];
-            for (int l = 0; l < L; l++)
+            unroll<L>([&](int l) INLINE {
                 spread_line<T>(block.v[i] + (line + l) * LINE, l + 1 < L ? LANES : last, v + l * H);
-            for (int j = 0; j < Q; j++) {
+            });
+            unroll<Q>([&](int j) INLINE {
                 Floats w = splat(weight[j * BLOCK + i]);
-                for (int u = 0; u < L * H; u++) sum[j][u] += w * v[u];
-            }
+                unroll<L * H>([&](int u) INLINE { sum[j][u] += w * v[u]; });
+            });
         }
-        for (int j = 0; j < Q; j++)
-            for (int u = 0; u < L * H; u++) store(at + j * values_size() + u * LANES, sum[j][u]);
+        unroll<Q * L * H>([&](int u) INLINE {
+            store(at + u / (L * H) * values_size() + u % (L * H) * LANES, sum[u / (L * H)][u % (L * H)]);
+        });
     }
 
     template <int Q> void weigh_lines(const Block& block, const float* weight, float* values) const {

@@ -67,17 +67,18 @@ template <class T> static inline void spread_line(const char* from, int words, F
 template <class T, int Q>
 static inline void dot_quad(const char* const* rows, Row row, const float* x, Floats* part) {
     int64_t size = spread_size<T>(row);
-    Floats sum[Q][4] = {};
+    Floats sum[Q][4];
+    unroll<Q * 4>([&](int u) INLINE { sum[u / 4][u % 4] = Floats{}; });
     for (int l = 0; l < row.lines; l++) {
         Floats r[4][2];
-        for (int i = 0; i < 4; i++) spread_line<T>(rows[i] + l * LINE, row.words(l), r[i]);
-        for (int h = 0; h < HALVES<T>; h++)
-            for (int j = 0; j < Q; j++) {
-                Floats y = load(x + j * size + (l * HALVES<T> + h) * LANES);
-                for (int i = 0; i < 4; i++) sum[j][i] += r[i][h] * y;
-            }
+        unroll<4>([&](int i) INLINE { spread_line<T>(rows[i] + l * LINE, row.words(l), r[i]); });
+        unroll<HALVES<T> * Q>([&](int u) INLINE {
+            int h = u / Q, j = u % Q;
+            Floats y = load(x + j * size + (l * HALVES<T> + h) * LANES);
+            unroll<4>([&](int i) INLINE { sum[j][i] += r[i][h] * y; });
+        });
     }
-    for (int j = 0; j < Q; j++) part[j * (LANES / 4)] = sum_quads(sum[j][0], sum[j][1], sum[j][2], sum[j][3]);
+    unroll<Q>([&](int j) INLINE { part[j * (LANES / 4)] = sum_quads(sum[j][0], sum[j][1], sum[j][2], sum[j][3]); });
 }
 
 // 4 rows with `count` vectors. A vector's sums are the same whatever `count` is.

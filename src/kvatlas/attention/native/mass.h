@@ -40,18 +40,22 @@ static void pack_keys(const char* k, int64_t step, int count, int words, uint32_
 // Panel product without AMX: R rows of queries at a time against two tiles, in registers.
 template <class T, int R>
 static void multiply_rows(const char* q, int64_t step, const uint32_t* k, int words, float* to) {
-    Floats sum[R][2] = {};
+    Floats sum[R][2];
+    unroll<R>([&](int r) INLINE { sum[r][0] = sum[r][1] = Floats{}; });
     const char* keys = (const char*)k;
     for (int w = 0; w < words; w++) {
         Words a = load_words(keys + w * LINE, LANES), b = load_words(keys + (words + w) * LINE, LANES);
-        for (int r = 0; r < R; r++) {
+        unroll<R>([&](int r) INLINE {
             uint32_t word;
             memcpy(&word, q + r * step + w * 4, 4);
             sum[r][0] = dot_step<T>(sum[r][0], splat_word(word), a);
             sum[r][1] = dot_step<T>(sum[r][1], splat_word(word), b);
-        }
+        });
     }
-    for (int r = 0; r < R; r++) store(to + r * LANES, sum[r][0]), store(to + PANEL + r * LANES, sum[r][1]);
+    unroll<R>([&](int r) INLINE {
+        store(to + r * LANES, sum[r][0]);
+        store(to + PANEL + r * LANES, sum[r][1]);
+    });
 }
 
 template <class T> struct PanelProduct {
@@ -110,13 +114,14 @@ static inline Floats fold(const float* score, const float* base, float scale) {
 // The same where some queries do not see some keys: key j is seen from position j .. j + window - 1.
 static inline Floats fold_seen(const float* score, const float* base, float scale, int64_t position, int64_t key,
                                const MassCall& c) {
+    Ints lane;
+    for (int l = 0; l < LANES; l++) lane[l] = l;
     Floats sum{};
     for (int r = 0; r < QUERIES; r++) {
         Floats p = exp2_of(load(score + r * LANES) * scale + splat(base[r]));
-        int64_t newest = c.causal ? position + r - key : LANES, oldest = position + r - key - c.window;
-        for (int l = 0; l < LANES; l++)
-            if (l > newest || (c.window >= 0 && l <= oldest)) p[l] = 0;
-        sum += p;
+        int ago = int(std::clamp<int64_t>(position + r - key, -1, 1 << 30));  // of lane 0; -1: no lane is seen
+        int newest = c.causal ? ago : LANES, oldest = c.window < 0 ? -1 : int(std::max<int64_t>(ago - c.window, -1));
+        sum += ((lane > newest) | (lane <= oldest)) ? Floats{} : p;
     }
     return sum;
 }

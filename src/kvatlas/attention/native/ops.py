@@ -1,7 +1,8 @@
 """The kernels as functions on tensors. `build.available()` says whether they can be called.
 
 All tensors are on the CPU; `q`, `k` and `v` are all bfloat16 or all float32; sums are in float32 throughout.
-`B` sequences, `H` KV heads, `G` query heads per KV head (query head `h * G + g` reads KV head `h`), `D` a multiple of 8.
+`B` sequences, `H` KV heads, `G` query heads per KV head (query head `h * G + g` reads KV head `h`); the head dimension
+`D` is a multiple of 8.
 """
 
 from __future__ import annotations

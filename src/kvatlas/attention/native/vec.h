@@ -28,6 +28,15 @@ typedef float Floats __attribute__((vector_size(LINE)));
 typedef int32_t Ints __attribute__((vector_size(LINE)));
 typedef uint32_t Words __attribute__((vector_size(LINE)));  // a line of memory: LANES floats or 2 * LANES bf16
 
+// body(0) .. body(N-1), written out: GCC keeps an array in registers only where every index is a constant early on.
+#define INLINE __attribute__((always_inline))
+template <int N, class Body> INLINE static inline void unroll(Body body) {
+    if constexpr (N > 0) {
+        unroll<N - 1>(body);
+        body(N - 1);
+    }
+}
+
 struct bf16 {
     uint16_t bits;
 };

@@ -140,7 +140,9 @@ class BlockTable(Shared):
     def locate(self, row: int, start: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Block and offset of tokens ``start .. start + n - 1`` of a sequence."""
         at = np.arange(start, start + n)
-        return torch.from_numpy(self.table[row, at // self.block]).to(device), torch.from_numpy(at % self.block).to(device)
+        return torch.from_numpy(self.table[row, at // self.block]).to(device), torch.from_numpy(at % self.block).to(
+            device
+        )
 
     def tail(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Block and offset of the newest token of every sequence."""

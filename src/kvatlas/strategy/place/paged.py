@@ -88,7 +88,9 @@ class PagedStore(Store):
         self._recount(row, start + n)
 
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
-        raise UserError("paged: blocks hold every token, so no keep rule that evicts goes with it; use full's place for those")
+        raise UserError(
+            "paged: blocks hold every token, so no keep rule that evicts goes with it; use full's place for those"
+        )
 
     def _gather(self, name: str, row: int | None = None) -> Tensor:
         table = self.table.device_table(self.layout.device)

@@ -83,7 +83,9 @@ class Speculated(Read):
 
     def __post_init__(self) -> None:
         if not 0 < self.partial <= 1:
-            raise UserError(f"infinigen: partial must be above 0 and at most 1 (a share of head_dim), not {self.partial:g}")
+            raise UserError(
+                f"infinigen: partial must be above 0 and at most 1 (a share of head_dim), not {self.partial:g}"
+            )
         if not self.alpha > 0:
             raise UserError(f"infinigen: alpha must be above 0 (inf: no threshold), not {self.alpha:g}")
 
