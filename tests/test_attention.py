@@ -311,16 +311,17 @@ torch.set_num_threads(2)
 if {plain}:
     fast.serves = lambda q, k: False
 n = 16384
-q, k, v = (torch.randn(h, n, 16).bfloat16() for h in (2, 1, 1))
+q, k, v = (torch.randn(h, n, 16).bfloat16() for h in (1, 1, 1))
 def run(n):
     return attend_prefill(q[:, :n], k[:, :n], v[:, :n], Prefill(0.25), wants=Wants("mass"))
 run(512)
 Path("/proc/self/clear_refs").write_text("5")
 def status(key):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
 before = status("VmRSS")
 mass = run(n)[1]
-assert abs(float(mass.sum()) / (2 * n) - 1) < 2e-2
+assert abs(float(mass.sum()) / n - 1) < 2e-2
 print((status("VmHWM") - before) // 1024)
 """
 
@@ -328,8 +329,8 @@ print((status("VmHWM") - before) // 1024)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("plain", [True, False])
 def test_prefill_with_mass_is_linear_in_memory(plain: bool) -> None:
-    """16,384 tokens, 2 heads: their matrices would be 1,024 MiB in bfloat16."""
+    """16,384 tokens: one head's matrix would be 512 MiB in bfloat16, and 1,024 MiB in float32."""
     code = textwrap.dedent(MEMORY).format(plain=plain)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 400, f"{done.stdout.strip()} MiB"
+    assert int(done.stdout) < 250, f"{done.stdout.strip()} MiB"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvatlas.attention import native
-from kvatlas.attention.native import build
+from kvatlas.attention.native import build, small
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels here: {native.why()}")
 LENGTHS = (0, 1, 7, 16, 17, 1000, 1025)
@@ -306,3 +306,23 @@ def test_wrong_tensors_are_refused() -> None:
         native.decode_attend(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, lengths, 1.0)
     with pytest.raises(AssertionError):
         native.linear_small(torch.ones(17, 64), torch.ones(8, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "n"), [(1, 64), (8, 576), (3, 100)])
+def test_rms_norm(dtype: torch.dtype, rows: int, n: int) -> None:
+    x, weight = torch.randn(rows, n).to(dtype), torch.randn(n).to(dtype)
+    want = torch.nn.functional.rms_norm(x, (n,), None, 1e-5).mul_(weight)
+    got = small.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(got, want, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rope(dtype: torch.dtype) -> None:
+    whole = torch.randn(5, 7, 64).to(dtype)
+    cos, sin = torch.randn(2, 5, 1, 64).to(dtype)
+    qk = whole[:, :6]  # heads beyond it (the values) stay as they are
+    want = (qk * cos).add_(qk.roll(32, -1).mul_(sin))
+    values = whole[:, 6].clone()
+    torch.testing.assert_close(small.rope_(qk, cos, sin), want, atol=2e-6, rtol=0)
+    assert torch.equal(whole[:, 6], values)

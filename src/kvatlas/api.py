@@ -34,8 +34,8 @@ def load(
         dtype: ``float32``, ``bfloat16`` or ``auto`` (float32).
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         load_format: ``dummy`` gives the architecture random weights drawn from ``seed``.
-        calibration: text for strategies that are calibrated once a model; None: the part of the default text that is set
-            aside for it.
+        calibration: text for strategies that are calibrated once a model; None: the part of the default text that is
+            set aside for it.
 
     Raises:
         UserError: what cannot be loaded and what to do, or an architecture that cannot be served.
@@ -48,23 +48,30 @@ def cache(strategy: str | Strategy, model: Any, *, reserve: int = 256, tokenizer
     """A cache for ``model.generate(**inputs, cache=...)`` (``past_key_values=...`` before transformers 5.2x).
 
     It serves one batch, padded or not, of any transformers decoder that the bridge serves; the model itself is not
-    changed. Pass the ``tokenizer`` when the strategy is calibrated on the model (infinigen); without one it is calibrated
-    on random tokens. ``reserve`` is how many new tokens to make room for at first; a longer answer makes the cache grow.
+    changed. Pass the ``tokenizer`` when the strategy is calibrated on the model (infinigen); without one it is
+    calibrated on random tokens. ``reserve`` is how many new tokens to make room for at first; a longer answer makes the
+    cache grow.
 
     Raises:
         UserError: an unknown strategy, or an architecture that cannot be served.
     """
     chosen = parse(strategy)
+    if not hasattr(model, "config"):
+        raise UserError(f"kvatlas.cache wants a transformers model, not {type(model).__name__}")
+    if reserve < 1:
+        raise UserError(f"reserve must be at least 1 token, not {reserve}")
     lm = LM(model, tokenizer, lean=False)  # lean would rearrange the user's weights
     kv = KVCache(chosen, lm.shape, lm.port, _calibrated(lm, chosen))
-    return AtlasCache(kv, lm.facts.layers, reserve=reserve)
+    made = AtlasCache(kv, lm.facts.layers, reserve=reserve)
+    lm.bridge.watch(made)
+    return made
 
 
 _constants: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _calibrated(lm: LM, strategy: Strategy) -> Any:
-    """The strategy's constants, found once a model (with or without a tokenizer). Nothing here keeps the model alive."""
+    """The strategy's constants, found once a model (with or without a tokenizer). It keeps no model alive."""
     if not strategy.read.calibrates:
         return None
     known, key = _constants.setdefault(lm.model, {}), (strategy.read, lm.tokenizer is not None)

@@ -138,7 +138,8 @@ class KVCache:
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Keep, reorder or repeat sequences (forking one repeats it); their state follows."""
-        index = torch.as_tensor(rows, dtype=torch.int64, device=self.shape.device)
+        # a new tensor for each call: a place that layers share tells by it which of them comes first
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.shape.device).clone()
         for layer in self.layers:
             layer.select_rows(index)
 

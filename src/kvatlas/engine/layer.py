@@ -64,17 +64,19 @@ class LayerCache:
         self.weights: Tensor | None = None
         self._foreseen: Selection | None = None
         self._scratch: dict[int, Store] = {}
+        self._statistics: dict[int, Tensor] = {}
 
     # ------------------------------------------------------------------ start
 
     def begin(self, prompts: list[int], reserve: int, reused: list[int] | None = None) -> None:
         """Make the store for sequences with prompts of these lengths, ``reserve`` tokens to come."""
-        device = self.facts.device
+        device, shared = self.facts.device, self.shared
         plans = [self.keep.plan(n) for n in prompts]
         self.plan = {key: torch.tensor([p[key] for p in plans], device=device) for key in plans[0]}
         self.prompts = prompts
         self.seen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-        self.store = self.place.store(self._layout(len(prompts), self.capacity_for(prompts, reserve)), self.shared)
+        self.store = self.place.store(self._layout(len(prompts), self.capacity_for(prompts, reserve)), shared)
+        self.store.most = self._most()
         for row, n in enumerate(reused or []):
             if n:
                 self.store.begin(row, n)
@@ -83,15 +85,30 @@ class LayerCache:
     def capacity_for(self, prompts: list[int], reserve: int) -> int:
         """Slots per sequence that the store starts with."""
         plans = [self.keep.plan(n) for n in prompts]
-        if all("capacity" in p for p in plans) and not self.keep.grows():
+        if self._bounded(plans[0]):
             return max(min(p["capacity"] + 1, n + max(reserve, 1)) for p, n in zip(plans, prompts))
         return max(min(p.get("capacity", n), n) for p, n in zip(plans, prompts)) + max(reserve, 1)
 
+    def _bounded(self, plan: Mapping[str, object]) -> bool:
+        """No sequence will ever hold more than its capacity."""
+        return "capacity" in plan and not self.keep.grows()
+
+    def _most(self) -> int | None:
+        """Slots that the fullest sequence will ever need: its capacity, and one for the newest token."""
+        return int(self.plan["capacity"].max()) + 1 if self._bounded(self.plan) else None
+
     def _layout(self, rows: int, capacity: int) -> Layout:
         facts = self.facts
-        limit = self.read.limit(capacity) if self.read.selects else None
         return Layout(
-            self.columns, self.encode, rows, facts.kv_heads, facts.head_dim, facts.dtype, capacity, facts.device, limit
+            self.columns,
+            self.encode,
+            rows,
+            facts.kv_heads,
+            facts.head_dim,
+            facts.dtype,
+            capacity,
+            facts.device,
+            self.read.limit if self.read.selects else None,
         )
 
     # ---------------------------------------------------------------- prefill
@@ -119,8 +136,8 @@ class LayerCache:
         first, past = int(self.seen[row]), list[Tile]()
         self.store.compact()
         if first and self.strategy.prefill.kind != "chunked-isolated":
-            held = self._scratch.get(row, self.store)
-            past = list(held.row_tiles(row if held is self.store else 0, self._row_spans(row, q, first)))
+            held, index = self._held(row)
+            past = list(held.row_tiles(index, self._row_spans(row, int(held.lengths[index, 0]), q, first)))
         out, statistic = attend_prefill(
             q, k, v, self.how, past=past, first=first, wants=self.wants, rotate=self._rotate(first, q.shape[1])
         )
@@ -133,19 +150,33 @@ class LayerCache:
 
         ``statistic [Hq, held + T]`` is what the rule wanted of the attention, for what is held and for the run.
         """
-        fresh = self._fresh_columns(row, q, k, v, int(self.seen[row]))
+        first = int(self.seen[row])
+        fresh = self._fresh_columns(row, q, k, v, first)
         self.seen[row] += q.shape[1]
         self._store_run(row, fresh, statistic, final or self.strategy.prefill.evict_chunks)
+        if final and 0 < first < self.prompts[row] and self.read.whole_prompt:
+            self._renew(row)
+
+    def _held(self, row: int) -> tuple[Store, int]:
+        """Where a sequence's tokens are, and under which number: apart while its prompt comes in chunks."""
+        return (self._scratch[row], 0) if row in self._scratch else (self.store, row)
+
+    def _renew(self, row: int) -> None:
+        """The read rule's columns of a prompt that came in chunks, by what the rule knows at its end."""
+        values = self.store.row_columns(row)
+        keys, _ = self.encode.decode(values)
+        fresh = self.read.fresh(self.constants, self._row_state(row), keys.unsqueeze(0))
+        self.store.load(row, values | {name: tensor.squeeze(0) for name, tensor in fresh.items()})
 
     def _fresh_columns(self, row: int, q: Tensor, k: Tensor, v: Tensor, first: int) -> dict[str, Tensor]:
         """Every column of the new tokens, ``[H, T, ...]`` each."""
         facts, n = self.facts, k.shape[1]
         positions = torch.arange(first, first + n, device=k.device)
-        state = self.read.observe_prefill(facts, self.constants, q, k) if first == 0 or not self.state else {}
-        self._set_state(row, state)
-        row_state = {name: tensor[row : row + 1] for name, tensor in self.state.items()}
+        if first < self.prompts[row]:
+            so_far = {name: tensor[0] for name, tensor in self._row_state(row).items()} if first else {}
+            self._set_state(row, self.read.observe_prefill(facts, self.constants, q, k, so_far))
         values = self.encode.encode(k, v, positions.expand(facts.kv_heads, n))
-        fresh = {**self.read.fresh(self.constants, row_state, k.unsqueeze(0)),
+        fresh = {**self.read.fresh(self.constants, self._row_state(row), k.unsqueeze(0)),
                  **self.keep.fresh(positions.unsqueeze(0), facts.kv_heads)}  # fmt: skip
         values |= {name: tensor.squeeze(0) for name, tensor in fresh.items()}
         for spec in self.columns:
@@ -159,34 +190,37 @@ class LayerCache:
         if not self.keep.evicts or "capacity" not in self.plan:
             self.store.extend(row, fresh)
             return
-        held = self._scratch.get(row, self.store)
-        index = row if held is self.store else 0
+        held, index = self._held(row)
         before = int(held.lengths[index, 0])
+        total = before + fresh["k"].shape[1]
         candidates = held.row_columns(index) if before else {}
         everything = {n: torch.cat([candidates[n], c], 1) if before else c for n, c in fresh.items()}
-        if statistic is not None and statistic.shape[-1] < before + fresh["k"].shape[1]:  # chunks blind to each other
+        if statistic is not None and statistic.shape[-1] < total:  # chunks blind to each other
             statistic = torch.nn.functional.pad(statistic, (before, 0))
-        view = self._row_view(row, everything, statistic)
-        if statistic is not None:
-            self.keep.observe(view)
+        if statistic is not None and (earlier := self._statistics.pop(row, None)) is not None:
+            statistic[:, : earlier.shape[1]] += earlier
         if not evicts:
+            if statistic is not None:  # the rule sees a prompt's statistic whole, however it came
+                self._statistics[row] = statistic
             if row not in self._scratch:
                 self._scratch[row] = SlotStore(self._layout(1, self.prompts[row]))
             self._scratch[row].load(0, everything) if before else self._scratch[row].extend(0, everything)
             return
+        view = self._row_view(row, everything, total, statistic)
+        if statistic is not None:
+            self.keep.observe(view)
         survivors = self.keep.survivors(view)
         self._scratch.pop(row, None)
         if survivors is not None:
             everything = {name: _gather(column, survivors[0]) for name, column in everything.items()}
         self.store.load(row, everything)
 
-    def _row_view(self, row: int, columns: dict[str, Tensor], statistic: Tensor | None) -> View:
-        n = columns["k" if "k" in columns else next(iter(columns))].shape[1]
-        lengths = torch.full((1, self.facts.kv_heads), n, dtype=torch.int64, device=self.facts.device)
+    def _row_view(self, row: int, columns: dict[str, Tensor], n: int, statistic: Tensor | None = None) -> View:
+        """One sequence's ``n`` candidates."""
         return View(
             layer=self.facts,
             column=lambda name: columns[name].unsqueeze(0),
-            lengths=lengths,
+            lengths=torch.full((1, self.facts.kv_heads), n, dtype=torch.int64, device=self.facts.device),
             width=n,
             now=self.seen[row : row + 1] - 1,
             plan={key: value[row : row + 1] for key, value in self.plan.items()},
@@ -194,19 +228,19 @@ class LayerCache:
             ragged=False,
         )
 
-    def _row_spans(self, row: int, q: Tensor, first: int) -> list[Span] | None:
+    def _row_spans(self, row: int, held: int, q: Tensor, first: int) -> list[Span] | None:
         """The keep rule's spans for the queries of a run: each later query stands one place further."""
-        view = self._view()
-        spans = self.keep.spans(view)
+        spans = self.keep.spans(self._row_view(row, {}, held))
         if spans is None:
             return None
         steps = torch.arange(1, q.shape[1] + 1, device=q.device)
         return [
-            Span(
-                s.start, s.stop, None if s.query_at is None else (s.query_at[row] + steps).clamp(max=first + steps - 1)
-            )
+            Span(s.start, s.stop, None if s.query_at is None else (s.query_at + steps).clamp(max=first + steps - 1))
             for s in spans
         ]
+
+    def _row_state(self, row: int) -> dict[str, Tensor]:
+        return {name: tensor[row : row + 1] for name, tensor in self.state.items()}
 
     def _set_state(self, row: int, state: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items():
@@ -315,6 +349,7 @@ class LayerCache:
         self.store.select_rows(rows)
         self.seen = self.seen[rows]
         self.plan = {key: value[rows] for key, value in self.plan.items()}
+        self.store.most = self._most()
         self.state = {name: tensor[rows] for name, tensor in self.state.items()}
         self.prompts = [self.prompts[i] for i in rows.tolist()]
 

@@ -200,7 +200,11 @@ class LM:
             item = self.tokenizer(item)["input_ids"] if item.strip() else []
         if not len(item):
             raise UserError(f"{name} is empty")
-        return [int(token) for token in item]
+        ids = [int(token) for token in item]
+        strange = next((token for token in ids if not 0 <= token < self.facts.vocab), None)
+        if strange is not None:
+            raise UserError(f"{name} has token {strange}; the model's tokens are 0 to {self.facts.vocab - 1}")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, or an empty string without a tokenizer."""

@@ -29,8 +29,8 @@ class Replay:
             numbers differ).
         output: ``[T - prompt_len, Hq, D]``.
         covered: with ``diagnose``, ``[T - prompt_len, Hq]``: the share of full attention's mass that was read.
-        overlap: with ``diagnose``, ``[T - prompt_len, H]``: of the as many best keys (by the group's mean mass), the share
-            that was read.
+        overlap: with ``diagnose``, ``[T - prompt_len, H]``: of equally many best keys (by the group's mean mass), the
+            share that was read.
         prefill_output: ``[prompt_len, Hq, D]``.
         scores: accumulated mass of the kept keys, where the rule keeps one, sorted as ``kept``.
     """
@@ -60,7 +60,7 @@ class RecordedPort:
             return q
         if self.rope is None:
             raise UserError(
-                f"'{self.strategy.name}' sees keys from another position: pass rope=, or use positions=true where it can"
+                f"'{self.strategy.name}' sees keys from another position: pass rope=, or use positions=true"
             )
         return self.rope(q, (to_positions - from_positions)[0])
 
@@ -81,7 +81,8 @@ def replay(
 
     Args:
         spec: a strategy such as ``"h2o:0.3"``.
-        q: ``[Hq, T, D]``; k, v: ``[H, T, D]``: floats as they reach attention (after RoPE). Scores are scaled by 1/sqrt(D).
+        q: ``[Hq, T, D]``; k, v: ``[H, T, D]``: floats as they reach attention (after RoPE). Scores are scaled by
+            1/sqrt(D).
         prompt_len: tokens of the prefill; each later token is one decode step.
         hidden: ``[T, hidden]`` attention input of the layer before, for strategies that speculate.
         w_q: ``[Hq * D, hidden]`` query weight, used as ``hidden @ w_q.T``.
@@ -103,10 +104,9 @@ def replay(
         constants = strategy.read.calibrate(facts, q[:, :prompt_len], k[:, :prompt_len])
     shared = strategy.place.shared(1)
     clock = Clock(False, diagnose=True)
-    layer = LayerCache(
-        strategy, facts, Prefill(facts.scale, eager=strategy.prefill.kind == "eager"), RecordedPort(strategy, heads, w_q, rope),
-        shared, constants, clock,
-    )  # fmt: skip
+    how = Prefill(facts.scale, eager=strategy.prefill.kind == "eager")
+    port = RecordedPort(strategy, heads, w_q, rope)
+    layer = LayerCache(strategy, facts, how, port, shared, constants, clock)
     layer.begin([prompt_len], total - prompt_len)
     chunk = strategy.prefill.chunk or prompt_len
     runs = []
@@ -138,9 +138,8 @@ def _check(
     strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, prompt_len: int, hidden: Tensor | None, w_q: Tensor | None
 ) -> None:
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:] or q.shape[0] % k.shape[0]:
-        raise UserError(
-            f"replay wants q [Hq, T, D] and k, v [H, T, D] with Hq a multiple of H; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise UserError(f"replay wants q [Hq, T, D] and k, v [H, T, D], Hq a multiple of H; got {shapes}")
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
         raise UserError(f"replay wants q, k and v of one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if not 1 <= prompt_len <= q.shape[1]:
@@ -149,10 +148,15 @@ def _check(
         raise UserError(
             f"'{strategy.name}' speculates from the layer before: pass hidden= [T, hidden] and w_q= [Hq * D, hidden]"
         )
+    if hidden is not None and (hidden.dim() != 2 or hidden.shape[0] < q.shape[1]):
+        raise UserError(f"hidden= must be [T, hidden] for all {q.shape[1]} tokens, not {list(hidden.shape)}")
+    if hidden is not None and w_q is not None and w_q.shape != (q.shape[0] * q.shape[2], hidden.shape[1]):
+        want = [q.shape[0] * q.shape[2], hidden.shape[1]]
+        raise UserError(f"w_q= must be [Hq * D, hidden], here {want}, not {list(w_q.shape)}")
 
 
 def _read_positions(layer: LayerCache, before: Tensor, now: int) -> Tensor | list[Tensor]:
-    """True positions attended in the step just taken: what was kept before it and the token itself, or the selection."""
+    """True positions attended in the step just taken: what was kept before and the token itself, or the selection."""
     heads = layer.facts.kv_heads
     if layer.selection is None:
         return torch.cat([before, torch.full((heads, 1), now, device=before.device)], 1)

@@ -50,7 +50,7 @@ class Driven(Protocol):
 class Forward:
     """One forward under way.
 
-    ``runs[b]`` is the slice of the batch's columns that holds real tokens of sequence ``rows[b]``; None in a decode step.
+    ``runs[b]`` is the slice of the batch's columns with real tokens of sequence ``rows[b]``; None in a decode step.
     """
 
     cache: Driven
@@ -67,7 +67,7 @@ class AtlasCache(Cache):
     """A transformers cache that is driven by a strategy.
 
     ``get_seq_length`` counts all columns that went in (padding included, as transformers does), never the kept ones, so
-    positions stay true. ``rows`` names the sequences of ``kv`` that take part; None: all of them, begun at the first call.
+    positions stay true. ``rows`` names the sequences of ``kv`` that take part; None: all, begun at the first call.
     """
 
     def __init__(
@@ -179,9 +179,15 @@ class Bridge:
         if cache is None:
             self._unwatch_if_idle()
             return
+        if cache not in self.caches:
+            raise UserError(
+                "a kvatlas cache was given to a model it was not made for: use kvatlas.cache(strategy, model)"
+            )
         batch, length = _size(args, kwargs)
         forward = _begin(cache, batch, length, kwargs.get("attention_mask"))
         with self.lock:
+            if self.depth == 0:  # the user may have chosen another attention since
+                self.own = [config._attn_implementation for config in self.configs]
             self.depth += 1
             for config in self.configs:
                 config._attn_implementation = NAME
@@ -231,15 +237,16 @@ def bridge_of(model: PreTrainedModel) -> Bridge:
 
 def check_served(model: PreTrainedModel) -> None:
     """Raise UserError with the reason when the bridge cannot serve this architecture."""
-    facts, name = facts_of(model), type(model).__name__
+    name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{name} has an encoder; a KV-cache strategy needs a decoder-only model")
+    facts = facts_of(model)
+    if facts.positions == "alibi":
+        raise UserError(f"{name} uses ALiBi biases, which the attention here does not do; choose a model with RoPE")
     if not getattr(model, "_supports_attention_backend", True):
         raise UserError(f"{name} does not call transformers' attention interface, so the bridge cannot serve it")
     if facts.softcap is not None:
         raise UserError(f"{name} caps its attention logits ({facts.softcap:g}), which the attention here does not do")
-    if facts.positions == "alibi":
-        raise UserError(f"{name} uses ALiBi biases, which the attention here does not do; choose a model with RoPE")
 
 
 def attention(

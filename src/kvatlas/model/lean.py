@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvatlas.attention import native
+from kvatlas.attention.native import small
 from kvatlas.errors import UserError
 from kvatlas.model.project import Projector
 
@@ -215,18 +216,30 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     The native one reads a weight once for up to 16 rows, and a row's result does not depend on how many there are.
     """
-    if bias is None and x.shape[0] <= FEW_ROWS and x.device.type == "cpu" and x.dtype in NATIVE and x.shape[1] % 8 == 0:
-        return native.linear_small(x.contiguous(), weight) if native.available() else F.linear(x, weight)
+    if bias is None and x.shape[1] % 8 == 0 and _few(x):
+        return native.linear_small(x.contiguous(), weight)
     return F.linear(x, weight, bias)
+
+
+def _few(x: Tensor) -> bool:
+    """Whether the native operations for few rows take x."""
+    return x.shape[0] <= FEW_ROWS and x.device.type == "cpu" and x.dtype in NATIVE and native.available()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: in float32, rounded, then times weight (transformers' order)."""
+    if weight.dim() == 1 and _few(x):
+        return small.rms_norm(x.contiguous(), weight, eps)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
 
 def _rope(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate qk [n, heads, D]; sin's first half is negated, so that one swap of halves does for ``rotate_half``."""
+    """Rotate qk [n, heads, D]; sin's first half is negated, so that one swap of halves does for ``rotate_half``.
+
+    It may be done in place.
+    """
+    if _few(qk) and qk.stride(1) == qk.shape[2]:
+        return small.rope_(qk, cos, sin)
     return (qk * cos).add_(qk.roll(qk.shape[-1] // 2, -1).mul_(sin))
 
 

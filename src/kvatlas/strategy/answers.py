@@ -84,7 +84,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Slots ``start`` .. ``stop`` - 1 (None: to the end), seen from ``query_at [B]`` (None: the query's own position)."""
+    """Slots ``start`` .. ``stop`` - 1 (None: the end), seen from ``query_at [B]`` (None: the query's own position)."""
 
     start: int
     stop: int | None
@@ -221,7 +221,8 @@ class Read(Answer):
     foresees: ClassVar[bool] = False
     calibrates: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = False
-    """``observe_prefill`` must see a prompt whole: no reuse of a stored prefix."""
+    """``fresh`` depends on what ``observe_prefill`` makes of a whole prompt: no stored prefix is reused, and a prompt
+    that came in chunks gets its columns anew at its end."""
 
     def words(self) -> str:
         return "all"
@@ -235,13 +236,16 @@ class Read(Answer):
         return length
 
     def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
-        """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> the layer's constants."""
+        """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> constants."""
         return {}
 
     def observe_prefill(
-        self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor
+        self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor, so_far: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A prompt's queries ``[Hq, T, D]`` and keys ``[H, T, D]`` -> its state (tensors without a batch dimension)."""
+        """A prompt's queries ``[Hq, T, D]`` and keys ``[H, T, D]`` -> its state (tensors without a batch dimension).
+
+        A prompt that comes in chunks is shown chunk by chunk; ``so_far`` is the state after those before it.
+        """
         return {}
 
     def fresh(self, constants: Mapping[str, Tensor], state: Mapping[str, Tensor], k: Tensor) -> dict[str, Tensor]:
@@ -329,7 +333,8 @@ class Place(Answer):
 class Layout:
     """What a store has to hold.
 
-    ``capacity`` is its slots per sequence at the start; ``limit`` the most tokens a selection may fetch (None: nothing selects).
+    ``capacity`` is its slots per sequence at the start; ``limit`` gives the most tokens that a selection may fetch of
+    so many (None: nothing selects).
     """
 
     columns: tuple[Column, ...]
@@ -340,16 +345,16 @@ class Layout:
     dtype: torch.dtype
     capacity: int
     device: torch.device
-    limit: int | None = None
+    limit: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
 class PrefillMode:
     """How a prompt goes through attention.
 
-    ``flash``: whole, in linear memory. ``eager``: with the score matrix. ``chunked``: ``chunk`` tokens at a time, exact.
-    ``chunked-isolated``: chunks blind to each other (the study's workaround). With ``evict_chunks`` a keep rule evicts
-    after every chunk, so memory peaks at capacity + chunk.
+    ``flash``: whole, in linear memory. ``eager``: with the score matrix. ``chunked``: ``chunk`` tokens at a time,
+    exact. ``chunked-isolated``: chunks blind to each other (the study's workaround). With ``evict_chunks`` a keep rule
+    evicts after every chunk, so memory peaks at capacity + chunk.
     """
 
     kind: Literal["flash", "eager", "chunked", "chunked-isolated"] = "flash"

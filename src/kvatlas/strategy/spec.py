@@ -32,8 +32,8 @@ def parse(spec: str | Strategy) -> Strategy:
     """Spec to strategy.
 
     Raises:
-        UserError: unknown name or parameter (with the nearest), a bad value, a budget that is 0, negative, or above 1 and
-            not whole, two answers to one question, answers that do not go together.
+        UserError: unknown name or parameter (with the nearest), a bad value, a budget that is 0, negative, or above 1
+            and not whole, two answers to one question, answers that do not go together.
     """
     if isinstance(spec, Strategy):
         return spec
@@ -50,11 +50,21 @@ def parse(spec: str | Strategy) -> Strategy:
             answers[question] = (part.preset.name, answer)
     defaults: dict[Question, Any] = {"keep": Keep(), "read": Read(), "place": Device(), "encode": Encode()}
     chosen: dict[str, Any] = {q: answers[q][1] if q in answers else default for q, default in defaults.items()}
-    prefill = _prefill({k: v for part in parts for k, v in part.common.items()})
+    prefill = _prefill(_common(spec, parts))
     strategy = Strategy(name="+".join(_format(part) for part in parts), prefill=prefill, **chosen)
     for answer in chosen.values():
         answer.check(strategy)
     return strategy
+
+
+def _common(spec: str, parts: list[Part]) -> dict[str, str]:
+    """``prefill`` and ``evict`` of the whole strategy, whichever part they were written in."""
+    common: dict[str, str] = {}
+    for part in parts:
+        for key, value in part.common.items():
+            if common.setdefault(key, value) != value:
+                raise UserError(f"'{spec}': {key}={common[key]} and {key}={value} contradict each other; keep one")
+    return common
 
 
 def _parse_part(text: str) -> Part:
@@ -69,6 +79,8 @@ def _parse_part(text: str) -> Part:
             key, value, equals = "budget", key, "="
         if not equals or not value:
             raise UserError(f"{preset.name}: '{item}' is not key=value")
+        if key in values or key in common or (key == "budget" and budget is not None):
+            raise UserError(f"{preset.name}: {key} is given twice; keep one")
         if key == "budget" and "budget" not in parameters:
             if preset.budgeted is None:
                 raise UserError(f"{preset.name} takes no budget: it keeps and reads every token")
@@ -163,6 +175,4 @@ def _format(part: Part) -> str:
 def _text(value: Any, parameter: Parameter) -> str:
     if parameter.field == "budget":
         return format_budget(value)
-    return (
-        str(value).lower() if isinstance(value, bool) else f"{value:.12g}" if isinstance(value, float) else str(value)
-    )
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,6 +2,7 @@
 #include "decode.h"
 #include "linear.h"
 #include "mass.h"
+#include "small.h"
 
 template <class T>
 static void decode_call(const T* q, const T* k, const T* v, T* out, float* lse, float* probs, int64_t batch,
@@ -108,5 +109,16 @@ void kvatlas_append(void* k_store, void* v_store, int32_t* pos_store, const void
                    (const char*)v + (b * stride[8] + h * stride[9]) * size, row_bytes);
             pos_store[b * stride[10] + h * stride[11] + slot] = pos[b];
         }
+}
+
+void kvatlas_rms_norm(int64_t half, const void* x, const void* weight, void* y, int64_t rows, int64_t n, float eps) {
+    half ? rms_norm((const bf16*)x, (const bf16*)weight, (bf16*)y, rows, n, eps)
+         : rms_norm((const float*)x, (const float*)weight, (float*)y, rows, n, eps);
+}
+
+void kvatlas_rope(int64_t half, void* x, const void* cos, const void* sin, int64_t rows, int64_t heads, int64_t dim,
+                  int64_t stride) {
+    half ? rope((bf16*)x, (const bf16*)cos, (const bf16*)sin, rows, heads, dim, stride)
+         : rope((float*)x, (const float*)cos, (const float*)sin, rows, heads, dim, stride);
 }
 }

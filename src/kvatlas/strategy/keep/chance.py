@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Column, LayerFacts, View
 from kvatlas.strategy.keep.ranked import Ranked, protect
 from kvatlas.strategy.registry import Preset, register
@@ -26,6 +27,12 @@ class Chance(Ranked):
     sinks: int = 4
     recent: float = 0.1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise UserError(f"random: sinks must be 0 or more, not {self.sinks}")
+        if not 0 <= self.recent <= 1:
+            raise UserError(f"random: recent must be a share of the budget, 0 to 1, not {self.recent:g}")
 
     def words(self) -> str:
         return f"{self.sinks} sinks + recent + by lot, budget {self.budget:g}"

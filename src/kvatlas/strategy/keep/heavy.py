@@ -22,8 +22,9 @@ SCORE = Column("score", (), torch.float32)
 class HeavyHitters(Ranked):
     """Accumulated softmax mass decides; a new token starts at its first weight; an evicted key's mass is gone.
 
-    ``variant=real-drop`` follows the authors' code that really drops; ``variant=flexgen`` their FlexGen one, in which the
-    oldest recent key becomes heavy whatever its mass: its window counts the newest token besides, so it protects one more.
+    ``variant=real-drop`` follows the authors' code that really drops; ``variant=flexgen`` their FlexGen one, in which
+    the oldest recent key becomes heavy whatever its mass: its window leaves out the newest token, so it protects one
+    more.
     Where given, ``heavy`` and ``recent`` are tokens; otherwise the budget is halved between them.
     """
 
@@ -72,8 +73,9 @@ class HeavyHitters(Ranked):
         capacity = resolve(self.budget, length)
         if capacity is None:
             return {}
-        # Sinks come first, half of the rest is recent, and the newest token always stays.
-        return self._plan(capacity, max(1, (capacity - min(self.sinks, capacity - 1)) // 2))
+        # Sinks come first, half of the rest is recent, and the newest token always stays (flexgen counts it besides).
+        room = capacity - min(self.sinks, capacity - 1)
+        return self._plan(capacity, min(room // 2, room - 1) if self.variant == "flexgen" else max(1, room // 2))
 
     def _plan(self, capacity: int, recent: int) -> dict[str, int]:
         plan = {"capacity": capacity, "recent": recent}

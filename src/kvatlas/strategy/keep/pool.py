@@ -16,7 +16,7 @@ USE = Column("use", (), torch.float32)
 
 @dataclass(frozen=True)
 class Pool(Ranked):
-    """Evicts one token a step and KV head: fewest fetches (``counter``), longest unfetched (``lru``), or oldest (``fifo``).
+    """Evicts a token a step and KV head: fewest fetches (``counter``), longest unfetched (``lru``), oldest (``fifo``).
 
     A prompt that is longer than the pool keeps its latest tokens: nothing was fetched yet.
     """
@@ -51,4 +51,5 @@ class Pool(Ranked):
         filled = pos if (empty := view.empty()) is None else pos.masked_fill(empty, torch.iinfo(pos.dtype).max)
         half = (view.lengths // 2 - 1).clamp(min=0).unsqueeze(-1)
         middle = filled.sort(-1).values.gather(-1, half)
-        return view.column("use").masked_fill(pos > middle, float("inf"))
+        rank = view.column("use").double() * 2**31 + pos  # of equally useful ones the oldest, wherever its slot is
+        return rank.masked_fill(pos > middle, float("inf"))

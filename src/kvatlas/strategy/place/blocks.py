@@ -15,8 +15,8 @@ from kvatlas.strategy.answers import Shared
 class BlockTable(Shared):
     """Block numbers per sequence, reference counts, a free list, and the prompts' blocks by their text.
 
-    Kept on the host as NumPy arrays; a step touches it with a few vector operations. A block with more than one reference
-    is never written: the writer gets a copy (``copies_since`` tells the layers).
+    Kept on the host as NumPy arrays; a step touches it with a few vector operations. A block with more than one
+    reference is never written: the writer gets a copy (``copies_since`` tells the layers).
     """
 
     def __init__(self, block: int, share: bool) -> None:

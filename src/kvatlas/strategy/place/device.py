@@ -51,10 +51,11 @@ class SlotStore(Store):
     def _ensure(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return
-        self.capacity = max(capacity, self.capacity + max(GROWTH, self.capacity // 8))
+        roomy = max(capacity, self.capacity + max(GROWTH, self.capacity // 8))
+        self.capacity = roomy if self.most is None else max(capacity, min(roomy, self.most))
         for name, old in list(self.data.items()):  # one column at a time, so the peak is one column's copy
             new = self._empty(name, self.capacity)
-            new[:, :, : self.filled] = old[:, :, : self.filled]
+            new[:, :, : old.shape[2]] = old
             self.data[name] = new
 
     def extend(self, row: int, values: Mapping[str, Tensor]) -> None:
@@ -73,14 +74,14 @@ class SlotStore(Store):
         return {name: column[row, :, :n] for name, column in self.data.items()}
 
     def append(self, values: Mapping[str, Tensor]) -> Tensor:
-        if not self.holes:
-            self._ensure(self.filled + 1)
+        # once a sequence holds ``most``, each new token fills the hole of another
+        self.filled = self.filled + 1 if self.most is None else min(self.filled + 1, self.most)
+        self._ensure(self.filled)
         uniform = not (self.ragged or self.holes)
         slots = self._advance()
-        self.filled = min(self.filled + 1, self.capacity)
         at = (slice(None), slice(None), self.filled - 1) if uniform else (self._rows, self._heads, slots)
         for name, column in self.data.items():
-            column[at] = values[name] if name in values else 0
+            column[at] = values.get(name, 0)
         return slots
 
     def column(self, name: str) -> Tensor:
@@ -118,7 +119,7 @@ class SlotStore(Store):
         self.ragged = bool((self.lengths != self.filled).any())
 
     def select_rows(self, rows: Tensor) -> None:
-        self.lengths, self.next = self.lengths[rows], self.next[rows]
+        self._select_lengths(rows)
         self._rows = torch.arange(len(rows), device=self.layout.device).unsqueeze(1)
         self.layout = replace(self.layout, rows=len(rows))
         for name, column in list(self.data.items()):

@@ -98,7 +98,8 @@ class HostStore(SlotStore):
     def _fetch(self, index: Tensor, head: int, ahead: bool) -> tuple[dict[str, Tensor], Callable[[], None]]:
         """Gather host slots ``index [B, H, n]`` into staging, after ``head`` free slots."""
         batch, heads, n = index.shape
-        most = (min(self.layout.limit or self.capacity, self.capacity) + 1) * batch * heads
+        limit = self.layout.limit(self.capacity) if self.layout.limit is not None else self.capacity
+        most = (limit + 1) * batch * heads
         self.link.turn("selection")
         staged = {}
         for spec in self.layout.columns:

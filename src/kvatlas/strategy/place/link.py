@@ -20,8 +20,8 @@ STAGES = 2
 class Link(Shared):
     """Staging buffers on the device, shared by all layers, and the copies into them.
 
-    With ``overlap`` a copy runs beside compute: on CUDA in a stream of its own from pinned memory, on the CPU (where tiers
-    are logical) in a thread. ``speed`` in GB/s emulates a slower link: a copy takes at least its bytes over that.
+    With ``overlap`` a copy runs beside compute: on CUDA in a stream of its own from pinned memory, on the CPU (where
+    tiers are logical) in a thread. ``speed`` in GB/s emulates a slower link: a copy takes at least its bytes over that.
     """
 
     def __init__(self, overlap: bool, speed: float | None) -> None:
@@ -46,7 +46,7 @@ class Link(Shared):
         self._turns[use] = (self._turns.get(use, 0) + 1) % STAGES
 
     def start(self, copy: Callable[[], int], device: torch.device, ahead: bool) -> Callable[[], None]:
-        """Run ``copy`` (returns its bytes), beside compute if ``ahead`` and overlapping. Call the result to wait for it."""
+        """Run ``copy`` (returns its bytes), beside compute if ``ahead`` and overlapping. The result waits for it."""
         if not (ahead and self.overlap):
             began = time.perf_counter()
             self._book(self._timed(copy))

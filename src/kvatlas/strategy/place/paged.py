@@ -38,8 +38,8 @@ class Paged(Place):
     def check(self, strategy: Strategy) -> None:
         if strategy.keep.evicts and not strategy.keep.lossless():
             raise UserError(
-                f"paged: its blocks hold a token for all KV heads at once, so '{strategy.name}' cannot evict per KV head from "
-                "them; leave +paged out"
+                f"paged: its blocks hold a token for all KV heads at once, so '{strategy.name}' cannot evict per KV "
+                "head from them; leave +paged out"
             )
 
     def shared(self, layers: int) -> BlockTable:
@@ -79,8 +79,7 @@ class PagedStore(Store):
     def extend(self, row: int, values: Mapping[str, Tensor]) -> None:
         start, n = int(self.lengths[row, 0]), next(iter(values.values())).shape[1]
         self.table.reserve(row, start + n)
-        self._copy_shared()
-        self._ensure(self.table.used)
+        self._follow()
         block, offset = self.table.locate(row, start, n, self.layout.device)
         for name, pool in self.pools.items():
             # indices on both sides of the head dimension put the tokens first: [n, H, ...]
@@ -93,6 +92,7 @@ class PagedStore(Store):
         )
 
     def _gather(self, name: str, row: int | None = None) -> Tensor:
+        self._follow()  # the layer before may have changed the table already
         table = self.table.device_table(self.layout.device)
         return gather_blocks(self.pools[name], table if row is None else table[row : row + 1])
 
@@ -104,21 +104,20 @@ class PagedStore(Store):
         slots = self._advance()
         self.filled += 1
         self.table.reserve_all(self._host_lengths())
-        self._copy_shared()
-        self._ensure(self.table.used)
+        self._follow()
         block, offset = self.table.tail(self.layout.device)
         for name, pool in self.pools.items():
-            pool[block, :, offset] = values[name] if name in values else 0
+            pool[block, :, offset] = values.get(name, 0)
         return slots
 
     def _host_lengths(self) -> np.ndarray:
         return self.lengths[:, 0].cpu().numpy()
 
-    def _copy_shared(self) -> None:
-        """Copy-on-write: every layer copies the blocks that the table replaced since this layer last looked."""
+    def _follow(self) -> None:
+        """Room for the table's blocks, and copies of those that it replaced since this layer last looked."""
+        self._ensure(self.table.used)
         pairs, self._seen_copies = self.table.copies_since(self._seen_copies)
         if len(pairs):
-            self._ensure(self.table.used)
             moved = torch.from_numpy(pairs).to(self.layout.device)
             for pool in self.pools.values():
                 pool[moved[:, 1]] = pool[moved[:, 0]]
@@ -165,8 +164,7 @@ class PagedStore(Store):
 
     def select_rows(self, rows: Tensor) -> None:
         self.table.select_rows(rows)
-        self.lengths = self.lengths[rows]
-        self.next = self.lengths
+        self._select_lengths(rows)
         self.layout = replace(self.layout, rows=len(rows))
 
     def bytes(self) -> Bytes:

@@ -46,12 +46,14 @@ class Store(ABC):
     """Slots ``0 .. lengths[b, h] - 1`` are filled; their order means nothing.
 
     After ``drop`` one of them is free until the next ``append`` overwrites it. ``filled`` is the largest length, known
-    without asking the device. ``ragged`` is False only while all lengths are equal.
+    without asking the device. ``ragged`` is False only while all lengths are equal. ``most`` is the slots that the
+    fullest sequence will ever need (None: without end); the engine says it.
     """
 
     lengths: Tensor  # [B, H] int64
     filled: int
     ragged: bool
+    most: int | None = None
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -103,7 +105,7 @@ class Store(ABC):
         self.next = torch.where(slots >= 0, slots, self.next)
         self.holes = True
 
-    def prefetch(self, selection: Selection | None) -> None:
+    def prefetch(self, selection: Selection | None) -> None:  # noqa: B027 - most places have nothing to do
         """Start to bring bytes near; nothing to do where they are."""
 
     @abstractmethod
@@ -112,7 +114,7 @@ class Store(ABC):
 
     @abstractmethod
     def select_rows(self, rows: Tensor) -> None:
-        """Keep, reorder or repeat sequences: ``rows [n]`` int64."""
+        """Keep, reorder or repeat sequences: ``rows [n]`` int64. There must be no hole."""
 
     @abstractmethod
     def bytes(self) -> Bytes:
@@ -127,6 +129,13 @@ class Store(ABC):
 
     def _recount(self, row: int, length: int) -> None:
         self.lengths[row] = length
+        self._count_slots()
+
+    def _select_lengths(self, rows: Tensor) -> None:
+        self.lengths = self.lengths[rows]
+        self._count_slots()
+
+    def _count_slots(self) -> None:
         self.next = self.lengths.clone()
         self.filled = int(self.lengths.max())
         self.ragged = bool((self.lengths != self.filled).any())

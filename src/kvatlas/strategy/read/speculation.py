@@ -1,8 +1,8 @@
 """Speculated reading (InfiniGen): the layer before guesses which keys this layer will need.
 
 Queries and keys are turned once a model so that few columns carry most of a score (``skew``). A prompt chooses those
-columns (``partial_columns``). At each step the previous layer's attention input, projected by this layer's query weight,
-is scored on them (``speculate``), and only the tokens near the best are fetched.
+columns (``partial_columns``). At each step the previous layer's attention input, projected by this layer's query
+weight, is scored on them (``speculate``), and only the tokens near the best are fetched.
 """
 
 from __future__ import annotations
@@ -42,8 +42,15 @@ def skew(q: Tensor, k: Tensor) -> Tensor:
 
 def partial_columns(q_skewed: Tensor, ratio: float) -> Tensor:
     """The columns with the largest absolute sum: ``[H, N, D]`` -> ``[H, int(D * ratio)]`` int64, ascending."""
-    count = max(1, int(q_skewed.shape[-1] * ratio))
-    return q_skewed.float().abs().sum(-2).topk(count, dim=-1).indices.sort(-1).values
+    return _largest(_column_sums(q_skewed), ratio)
+
+
+def _column_sums(q_skewed: Tensor) -> Tensor:
+    return q_skewed.float().abs().sum(-2)
+
+
+def _largest(sums: Tensor, ratio: float) -> Tensor:
+    return sums.topk(max(1, int(sums.shape[-1] * ratio)), dim=-1).indices.sort(-1).values
 
 
 def speculate(q_partial: Tensor, k_partial: Tensor, alpha: float, limit: int) -> Tensor:
@@ -110,12 +117,16 @@ class Speculated(Read):
         return {"skew": skew(stacked, k).to(facts.dtype)}
 
     def observe_prefill(
-        self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor
+        self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor, so_far: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         stacked = q.reshape(facts.kv_heads, -1, q.shape[-1])
-        columns = partial_columns(torch.matmul(stacked, constants["skew"]), self.partial)
+        sums = _column_sums(torch.matmul(stacked, constants["skew"]))
+        if so_far:
+            sums += so_far["sums"]
+        columns = _largest(sums, self.partial)
         # The chosen columns of the skew matrix: one product gives partial keys and partial queries.
-        return {"basis": constants["skew"].gather(-1, columns.unsqueeze(1).expand(-1, q.shape[-1], -1))}
+        basis = constants["skew"].gather(-1, columns.unsqueeze(1).expand(-1, q.shape[-1], -1))
+        return {"basis": basis, "sums": sums}
 
     def fresh(self, constants: Mapping[str, Tensor], state: Mapping[str, Tensor], k: Tensor) -> dict[str, Tensor]:
         return {"partial": torch.matmul(k, state["basis"])}

@@ -1,0 +1,186 @@
+"""The commands. Each imports what it needs when it runs, so that ``kvatlas --help`` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import kvatlas
+from kvatlas.errors import UserError
+
+app = typer.Typer(
+    name="kvatlas",
+    help="Measure, choose and use KV-cache strategies for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="smollm2, a local folder with safetensors, or a hub id.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights in the shape of --model.")]
+Beyond = Annotated[
+    bool,
+    typer.Option("--beyond-trained", help="Let a prompt pass the model's trained positions (speed and memory only)."),
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvatlas {kvatlas.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Measure, choose and use KV-cache strategies for large language models."""
+
+
+@app.command()
+def compare(
+    model: Model = "smollm2",
+    strategies: Annotated[
+        str, typer.Option("--strategies", "-s", help="Specs separated by commas; see `kvatlas strategies`.")
+    ] = "full,paged,streaming:0.3,h2o:0.3,infinigen:0.3,oracle:0.1,random:0.3",
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 4,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16, or auto: bfloat16 for speed where computed in hardware, float32 for quality."
+        ),
+    ] = "auto",
+    text: Annotated[str | None, typer.Option(help="UTF-8 text to read; Python's manual if not given.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder for records and report.html; runs/MODEL-BATCHxPROMPT if not given.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each strategy, each in a process of its own.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the order of the runs, random weights and conversations.")] = 0,
+    device: Device = "cpu",
+    load_format: LoadFormat = "auto",
+    beyond_trained: Beyond = False,
+    threads: Threads = None,
+    quality: Annotated[bool, typer.Option(help="Measure what is lost, apart from the timing.")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds after which one process is ended.")] = 1800.0,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed in an earlier run.")] = False,
+    json: Annotated[str | None, typer.Option(help="Also write all records into this JSON file.")] = None,
+) -> None:
+    """Measure strategies against each other: speed, memory and quality. What is in DIR already is not done again."""
+    from kvatlas.cli.compare import run_compare
+
+    raise typer.Exit(
+        run_compare(
+            json, model=model, strategies=strategies, out=out, threads=threads, dtype=dtype,
+            prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch, text_file=text, repeats=repeats, seed=seed,
+            device=device, load_format=load_format, beyond_trained=beyond_trained, quality=quality, timeout=timeout,
+            retry=retry,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    strategy: Annotated[
+        str, typer.Option("--strategy", "-s", help="Such as h2o:0.3; see `kvatlas strategies`.")
+    ] = "full",
+    model: Model = "smollm2",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Put the prompt into the model's chat template; default: if it has one."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, or auto: bfloat16 where the hardware computes in it.")
+    ] = "auto",
+    device: Device = "cpu",
+    load_format: LoadFormat = "auto",
+    beyond_trained: Beyond = False,
+    threads: Threads = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say on stderr what it took and what was kept.")] = False,
+) -> None:
+    """Generate text under a strategy, as it comes."""
+    from kvatlas.cli.generate import Request, run_generate
+
+    run_generate(
+        Request(
+            prompt=prompt, strategy=strategy, model=model, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_p=top_p, seed=seed, chat=chat, dtype=dtype, device=device, load_format=load_format,
+            beyond_trained=beyond_trained, threads=threads, stats=stats,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def strategies(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these presets or specs.", metavar="[NAME]...")] = None,
+    json: Json = False,
+) -> None:
+    """Every preset: its four answers, its parameters with their defaults, and where it comes from."""
+    from kvatlas.cli.strategies import show
+
+    show(names or [], json)
+
+
+@app.command()
+def report(
+    folder: Annotated[str, typer.Argument(help="A folder with records.", metavar="DIR")],
+    out: Annotated[str | None, typer.Option(help="The HTML file; DIR/report.html if not given.")] = None,
+) -> None:
+    """Write the report again from the records in a folder, and show the result block."""
+    from kvatlas.cli.compare import run_report
+
+    run_report(folder, out)
+
+
+def run() -> None:
+    """Entry point: what the user did wrong is one line and exit code 2; Ctrl-C is 130."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        done = app(prog_name="kvatlas", standalone_mode=False)
+        sys.stdout.flush()
+        return done if isinstance(done, int) else 0
+    except UserError as error:
+        return _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception as error:
+        if hasattr(error, "format_message"):  # what typer says of options and arguments
+            return _fail(f"{error.format_message()} {_hint(error)}", 2)
+        if os.environ.get("KVATLAS_TRACEBACK"):
+            raise
+        return _fail(f"{type(error).__name__}: {error} (a fault in kvatlas; KVATLAS_TRACEBACK=1 shows where)", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _hint(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f"(see {context.command_path} --help)" if context is not None else "(see kvatlas --help)"
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,104 @@
+"""One prefill forward for several caches: what the context costs is paid once for all strategies that prefill alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from kvatlas.engine.cache import KVCache
+from kvatlas.strategy.answers import Strategy
+from kvatlas.strategy.spec import parse
+
+if TYPE_CHECKING:
+    from kvatlas.engine.lm import LM
+
+
+class Tee:
+    """Shows one forward's queries, keys and values to every cache; the first one's output continues the forward.
+
+    For ``LM.prefill`` and ``LM.extend`` it stands where a cache stands. All caches must prefill exactly
+    (``prefills_exactly``), so that each would have given that output. Decode then goes to each cache by itself.
+    """
+
+    foresees = False
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        assert caches, "a tee needs a cache"
+        self.caches = sorted(caches, key=lambda cache: cache.strategy.prefill.chunk > 0)  # one whole forward leads
+        self.strategy = replace(parse("full"), name="+".join(cache.strategy.name for cache in caches))
+
+    @property
+    def started(self) -> bool:
+        """All caches have their sequences."""
+        return all(cache.started for cache in self.caches)
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+        return self.caches[0].rows
+
+    @property
+    def seen(self) -> Tensor:
+        """``[B]`` int64: tokens that each sequence has had."""
+        return self.caches[0].seen
+
+    def begin(self, prompts: Sequence[int], reserve: int) -> None:
+        """Start sequences with prompts of these lengths in every cache."""
+        for cache in self.caches:
+            cache.begin(prompts, reserve)
+
+    def match_prefix(self, row: int, ids: list[int]) -> int:
+        """Nothing: the other caches need every token of the prompt."""
+        return 0
+
+    def finish_prefill(self, row: int, ids: list[int] | None = None) -> None:
+        """All layers have had a sequence's whole prompt."""
+
+    def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool = True) -> Tensor:
+        """``q [Hq, T, D]``, ``k, v [H, T, D]`` to every cache -> the first one's ``[T, Hq, D]``."""
+        out, *_ = [cache.prefill(layer, row, q, k, v, final) for cache in self.caches]
+        return out
+
+    def foresee(self, layer: int, x: Tensor) -> None:
+        raise NotImplementedError("decode goes to each cache by itself")
+
+    def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError("decode goes to each cache by itself")
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, reorder or repeat sequences in every cache."""
+        for cache in self.caches:
+            cache.select_rows(rows)
+
+
+def prefills_exactly(strategy: Strategy) -> bool:
+    """Whether a prompt's attention under this strategy is over all raw keys before a query, whatever is stored of them.
+
+    Not so when chunks are blind to each other, or when a chunk meets what an earlier one left: evicted, or encoded and
+    decoded.
+    """
+    mode = strategy.prefill
+    return mode.chunk == 0 or (mode.kind == "chunked" and not mode.evict_chunks and strategy.encode.raw)
+
+
+@torch.no_grad()
+def prefill_many(lm: LM, caches: Sequence[KVCache], prompts: Sequence[Sequence[int]], reserve: int) -> list[Tensor]:
+    """Begin every cache with these prompts (token ids), with as few forwards of the model as is exact.
+
+    Args:
+        caches: fresh ones of this model.
+        prompts: one a sequence, of any lengths.
+        reserve: tokens to come after each.
+
+    Returns:
+        for each cache the logits ``[B, V]`` that follow the prompts.
+    """
+    alike = [cache for cache in caches if prefills_exactly(cache.strategy)]
+    found = {id(cache): lm.prefill(cache, prompts, reserve) for cache in caches if not prefills_exactly(cache.strategy)}
+    if alike:
+        found |= dict.fromkeys(map(id, alike), lm.prefill(cast(KVCache, Tee(alike)), prompts, reserve))
+    return [found[id(cache)] for cache in caches]
