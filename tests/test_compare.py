@@ -122,9 +122,13 @@ def test_a_second_run_does_nothing(
     assert code == 0 and "h2o:0.5" in shown and (tmp_path / "again.html").stat().st_size > 100_000
 
 
-def test_an_end_in_the_middle_keeps_what_is_finished(model: Path, text: Path, tmp_path: Path, cli: Cli, done: list[str]):
+def test_an_end_in_the_middle_keeps_what_is_finished(
+    model: Path, text: Path, tmp_path: Path, cli: Cli, done: list[str]
+):
     line = options(model, text, tmp_path, "--strategies", "full,h2o:0.5", "--repeats", "3", "--no-quality")
-    run = subprocess.Popen(command(*line), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run = subprocess.Popen(
+        command(*line), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert run.stderr is not None
     said = [next(run.stderr)]
     while "[1/6]" not in said[-1]:
@@ -225,7 +229,7 @@ def _small_dummy(name: str, dtype: str, device: str, load_format: str, seed: int
 
 def test_beyond_trained_is_said(model: Path, text: Path, tmp_path: Path, cli: Cli, done: list[str]):
     more = ("--strategies", "full", "--repeats", "1", "--prompt-tokens", "2050", "--batch", "1", "--beyond-trained")
-    code, shown, err = cli(*options(model, text, tmp_path, *more))
+    code, _, err = cli(*options(model, text, tmp_path, *more))
     assert code == 0 and "quality was not measured: the prompt is longer" in err
     assert found(tmp_path)["full"].workload.beyond_trained and "quality" not in done
 

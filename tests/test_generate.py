@@ -84,7 +84,7 @@ def test_streaming_gives_what_generate_gives() -> None:
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2])
 def test_the_shortest_prompts(arch: str, length: int) -> None:
     from specs import theirs
 
@@ -92,7 +92,7 @@ def test_the_shortest_prompts(arch: str, length: int) -> None:
     want = theirs(lm.model, ids)
     assert tokens(lm, ids, "full") == want
     for spec in served(arch, LOSSY):
-        assert len(tokens(lm, ids, spec)[0]) == 10, spec
+        assert len(tokens(lm, ids, spec, 5)[0]) == 5, spec
 
 
 # --------------------------------------------------------------------------- later turns
@@ -145,8 +145,7 @@ def test_later_turns_of_lossless_strategies(spec: str, mode: str) -> None:
     torch.testing.assert_close(talk(lm, chosen, TURNS), talk(lm, "full", TURNS), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt_oss"])
-@pytest.mark.parametrize("spec", LOSSY)
+@pytest.mark.parametrize(("arch", "spec"), [*(("llama", s) for s in LOSSY), *(("gpt_oss", s) for s in LOSSY[::4])])
 def test_later_turns_of_the_others(arch: str, spec: str) -> None:
     """A turn attends to what is left and to itself, then the rule evicts down to the first prompt's budget."""
     lm = lm_of(arch)

@@ -66,10 +66,10 @@ def test_lossless_logits_are_within_rounding(spec: str) -> None:
 def test_every_cell_runs(arch: str, spec: str, dtype: torch.dtype) -> None:
     """A batch of one and a ragged one; finite numbers, and in float32 no logit depends on company."""
     lm, ids = lm_of(arch, dtype), prompts(*RAGGED)
-    together, logits = ran(lm, spec, ids, 6)
-    _, alone = ran(lm, spec, ids[1:2], 6)
+    together, logits = ran(lm, spec, ids, 3)
+    _, alone = ran(lm, spec, ids[1:2], 3)
     assert logits.shape == (3, VOCAB) and bool(torch.isfinite(logits).all() and torch.isfinite(alone).all())
-    assert together.seen.tolist() == [n + 6 for n in RAGGED]
+    assert together.seen.tolist() == [n + 3 for n in RAGGED]
     if dtype == torch.float32:
         torch.testing.assert_close(alone[0], logits[1], atol=1e-3, rtol=1e-3)
 
@@ -191,18 +191,21 @@ def closed_form(spec: str, arch: str, dtype: torch.dtype, steps: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [s for s in ALL if "share" not in s])
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "opt"])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("gemma3", torch.bfloat16), ("opt", torch.float32)],
+)
 def test_bytes_are_the_closed_form_and_the_storage(arch: str, spec: str, dtype: torch.dtype) -> None:
     """Every byte that is said to be held is some tensor's storage, and no other; staging is counted apart."""
     if spec not in served(arch, [spec]):
         pytest.skip("learned positions")
-    cache, _ = ran(lm_of(arch, dtype), spec, prompts(*RAGGED), 6)
+    cache, _ = ran(lm_of(arch, dtype), spec, prompts(*RAGGED), 4)
     held = cache.bytes()
     staging = cache.shared.device_bytes() if cache.shared is not None else 0
     assert held.total == reachable(cache)
-    assert held.total - staging == closed_form(spec, arch, dtype, 6)
+    assert held.total - staging == closed_form(spec, arch, dtype, 4)
+    assert held.total == cache.bytes_held(RAGGED, 5)
     tokens_held = sum(float(layer.held_tokens()) * layer.facts.kv_heads for layer in cache.layers)
     assert held.device_payload + held.host_payload == tokens_held * 2 * 16 * element(dtype)
     assert held.device_padding >= 0 and held.host_padding >= 0
@@ -231,8 +234,9 @@ def by(spec: str, mode: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["eager", "chunked:7"])
-@pytest.mark.parametrize("spec", ["full", *LOSSY])
-@pytest.mark.parametrize("arch", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("arch", "spec"), [*(("llama", s) for s in ("full", *LOSSY)), *(("gpt_oss", s) for s in ("full", *LOSSY[::4]))]
+)
 def test_prefill_modes_are_exact(arch: str, spec: str, mode: str) -> None:
     """A prompt by chunks, or with its matrix, leaves the same logits behind as in one go."""
     whole, after = ran(lm_of(arch), spec, prompts(*RAGGED), 4)

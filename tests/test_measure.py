@@ -1,4 +1,4 @@
-"""What a measurement says: phases of memory, times that fit together, bytes that are the cache's, figures of repeats."""
+"""What a measurement says: peaks of phases, times that fit together, bytes that are the cache's, figures of repeats."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def measured(lm: LM, load: Load) -> Callable[[str], Measured]:
     return of
 
 
-@pytest.mark.parametrize("spec", ["full", "paged", "streaming:0.5", "h2o:0.5", "infinigen:0.3", "oracle:0.1", "random:0.5"])
+@pytest.mark.parametrize(
+    "spec", ["full", "paged", "streaming:0.5", "h2o:0.5", "infinigen:0.3", "oracle:0.1", "random:0.5"]
+)
 def test_every_strategy_is_measured(spec: str, measured: Callable[[str], Measured]):
     run = measured(spec)
     assert len(run.steps) == STEPS and min(run.steps) > 0

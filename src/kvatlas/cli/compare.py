@@ -32,7 +32,7 @@ def run_compare(json: str | None, **options: Any) -> int:
         print(note, file=sys.stderr)
     if not outcome.records:
         return 1
-    show(outcome.records, plan.out / "report.html")
+    show(outcome.records, plan.out / "report.html", read_records(plan.out).records)
     ok = any(record.status == "ok" for record in outcome.records)
     return 0 if ok and not outcome.quality_failed else 1
 
@@ -49,11 +49,11 @@ def run_report(folder: str, out: str | None) -> None:
     show(found.records, Path(out) if out else Path(folder) / "report.html")
 
 
-def show(records: list[Record], page: Path) -> None:
-    """The report as a file and the result block on stdout."""
+def show(records: list[Record], page: Path, reported: list[Record] | None = None) -> None:
+    """The report as a file (of ``reported``, if that is more) and the result block on stdout."""
     from kvatlas.report import result_block, result_text, write_report
 
-    write_report(records, page)
+    write_report(reported or records, page)
     if sys.stdout.isatty():
         from rich.console import Console
 

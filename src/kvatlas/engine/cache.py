@@ -150,6 +150,18 @@ class KVCache:
             total += layer.bytes()
         return total + Bytes(device_metadata=self.shared.device_bytes() if self.shared is not None else 0)
 
+    def bytes_held(self, prompts: Sequence[int], reserve: int) -> int:
+        """What ``bytes().total`` is in decode, in closed form, from shapes alone.
+
+        For sequences with prompts of these lengths and at most ``reserve`` tokens to come; prefixes that are shared,
+        rows that are forked or dropped, and staging that was not yet needed make the difference to it.
+        """
+        lengths, staging = list(prompts), dict[bool, int]()
+        for layer in self.layers:
+            if layer.shared is not None:
+                staging[layer.read.selects] = layer.place.staging(layer.planned(lengths, reserve))
+        return sum(layer.bytes_held(lengths, reserve) for layer in self.layers) + sum(staging.values())
+
     def transfers(self) -> Transfers:
         """Copies between tiers so far."""
         return self.shared.transfers() if self.shared is not None else Transfers()

@@ -75,7 +75,7 @@ class LayerCache:
         self.plan = {key: torch.tensor([p[key] for p in plans], device=device) for key in plans[0]}
         self.prompts = prompts
         self.seen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-        self.store = self.place.store(self._layout(len(prompts), self.capacity_for(prompts, reserve)), shared)
+        self.store = self.place.store(self.planned(prompts, reserve), shared)
         self.store.most = self._most()
         for row, n in enumerate(reused or []):
             if n:
@@ -88,6 +88,10 @@ class LayerCache:
         if self._bounded(plans[0]):
             return max(min(p["capacity"] + 1, n + max(reserve, 1)) for p, n in zip(plans, prompts))
         return max(min(p.get("capacity", n), n) for p, n in zip(plans, prompts)) + max(reserve, 1)
+
+    def planned(self, prompts: list[int], reserve: int) -> Layout:
+        """The store that these prompts will begin with."""
+        return self._layout(len(prompts), self.capacity_for(prompts, reserve))
 
     def _bounded(self, plan: Mapping[str, object]) -> bool:
         """No sequence will ever hold more than its capacity."""
@@ -380,6 +384,12 @@ class LayerCache:
         """Payload bytes that the last step attended to."""
         slot = sum(spec.slot_bytes() for spec in self.columns if spec.kind == "payload")
         return int(self.read_tokens() * self.facts.kv_heads * slot)
+
+    def bytes_held(self, prompts: list[int], reserve: int) -> int:
+        """What ``bytes().total`` will be, in closed form: prompts of these lengths, up to ``reserve`` new tokens."""
+        rows, slots = len(prompts), len(prompts) * self.facts.kv_heads
+        counts = 8 * slots * (2 if "capacity" in self.keep.plan(prompts[0]) else 1)  # filled slots; which is free
+        return self.place.bytes_held(self.planned(prompts, reserve)) + counts + rows * self.read.state_bytes(self.facts)
 
     def bytes(self) -> Bytes:
         """Bytes held by the store and the rules' state (scratch of an unfinished prefill included)."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from kvatlas.attention.prefill import attend_prefill
+from kvatlas.attention.tiles import Wants
 from kvatlas.engine.cache import KVCache
 from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Tee:
-    """Shows one forward's queries, keys and values to every cache; the first one's output continues the forward.
+    """Shows one forward's queries, keys and values to every cache; attention over them continues the forward.
 
-    For ``LM.prefill`` and ``LM.extend`` it stands where a cache stands. All caches must prefill exactly
+    For ``LM.prefill`` it stands where a cache stands. All caches must prefill exactly
     (``prefills_exactly``), so that each would have given that output. Decode then goes to each cache by itself.
     """
 
@@ -59,9 +61,26 @@ class Tee:
         """All layers have had a sequence's whole prompt."""
 
     def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool = True) -> Tensor:
-        """``q [Hq, T, D]``, ``k, v [H, T, D]`` to every cache -> the first one's ``[T, Hq, D]``."""
-        out, *_ = [cache.prefill(layer, row, q, k, v, final) for cache in self.caches]
-        return out
+        """One sequence's whole prompt ``q [Hq, T, D]``, ``k, v [H, T, D]`` to every cache -> ``[T, Hq, D]``.
+
+        Attention runs once for each statistic that a rule wants, not once for each cache.
+        """
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        done: dict[tuple[Wants | None, bool], tuple[Tensor, Tensor | None]] = {}
+        outs = []
+        for cache in self.caches:
+            own = cache.layers[layer]
+            assert int(own.seen[row]) == 0, "a tee serves prompts; later turns meet what each strategy left"
+            if cache.strategy.prefill.chunk:
+                outs.append(own.prefill(row, q, k, v, final))
+                continue
+            key = (own.wants, own.how.eager)
+            if key not in done:
+                done[key] = attend_prefill(q, k, v, own.how, wants=own.wants)
+            out, statistic = done[key]
+            own.take(row, q, k, v, statistic, final)
+            outs.append(out)
+        return outs[0]
 
     def foresee(self, layer: int, x: Tensor) -> None:
         raise NotImplementedError("decode goes to each cache by itself")

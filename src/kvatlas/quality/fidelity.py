@@ -12,6 +12,7 @@ from torch import Tensor
 from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError
 from kvatlas.measure.record import REFERENCE, Figure
+from kvatlas.model.facts import check_prompt
 from kvatlas.quality.reading import Fractions, Progress, compressed, part_of, rows_at_once, steps
 from kvatlas.strategy.spec import parse
 from kvatlas.workload.text import Prompt
@@ -77,9 +78,9 @@ def fidelity(
         for each spec asked for, the samples of all windows.
 
     Raises:
-        UserError: windows that do not fit.
+        UserError: windows that do not fit together, or into the model's positions.
     """
-    check_windows(windows)
+    check_windows(lm, windows)
     order = [REFERENCE, *(spec for spec in dict.fromkeys(specs) if parse(spec).name != REFERENCE)]
     found = {spec: Fidelity() for spec in order}
     size = rows_at_once(lm, len(order), max(len(w.ids) + len(w.continuation) for w in windows))
@@ -112,8 +113,8 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
     return term.sum(-1).clamp(min=0.0)
 
 
-def check_windows(windows: Sequence[Prompt]) -> None:
-    """Raise UserError where the windows cannot be read as one batch."""
+def check_windows(lm: LM, windows: Sequence[Prompt]) -> None:
+    """Raise UserError where the windows cannot be read as one batch, or not by this model."""
     if not windows:
         raise UserError("fidelity needs at least one window of text")
     if min(len(w.ids) for w in windows) < 2:
@@ -121,3 +122,4 @@ def check_windows(windows: Sequence[Prompt]) -> None:
     lengths = {len(w.continuation) for w in windows}
     if len(lengths) > 1 or lengths == {0}:
         raise UserError(f"all continuations must have the same length of 1 or more, not {sorted(lengths)}")
+    check_prompt(lm.facts, max(len(w.ids) for w in windows), len(windows[0].continuation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache as once
@@ -17,6 +18,7 @@ from kvatlas.engine.cache import KVCache
 from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError
 from kvatlas.measure.record import Figure
+from kvatlas.model.facts import check_prompt
 from kvatlas.quality.reading import Fractions, Progress, compressed, part_of, rows_at_once, steps
 
 CONVERSATIONS, TOKENS = 24, 400
@@ -125,7 +127,7 @@ def recall(
     enters the cache: the one with the longest question its last token before the question, others a few more.
 
     Raises:
-        UserError: a model without a tokenizer, no conversations.
+        UserError: a model without a tokenizer, no conversations, longer ones than the model's positions.
     """
     if lm.tokenizer is None:
         raise UserError("recall needs a tokenizer, and this model has none")
@@ -133,27 +135,35 @@ def recall(
     order = list(dict.fromkeys(specs))
     found = {spec: Recall() for spec in order}
     size = rows_at_once(lm, len(order), max(len(talk.ids) for talk in talks))
+    # one token more than the longest value shows whether the word ends there
+    fed, length = 1 + max(talk.question for talk in talks), 1 + longest_value(lm.tokenizer, talks)
+    check_prompt(lm.facts, max(len(talk.ids) for talk in talks), length)
     for start in range(0, len(talks), size):
         part = talks[start : start + size]
-        _ask(lm, found, part, part_of(progress, start / len(talks), len(part) / len(talks)))
+        _ask(lm, found, part, fed, length, part_of(progress, start / len(talks), len(part) / len(talks)))
     return found
 
 
-def _ask(lm: LM, found: dict[str, Recall], talks: Sequence[Conversation], progress: Progress) -> None:
-    """One batch of conversations under every strategy."""
-    fed = 1 + max(talk.question for talk in talks)
-    answer = 1 + max(len(lm.tokenizer(" " + talk.value, add_special_tokens=False)["input_ids"]) for talk in talks)
+def _ask(
+    lm: LM, found: dict[str, Recall], talks: Sequence[Conversation], fed: int, length: int, progress: Progress
+) -> None:
+    """One batch of conversations under every strategy: the last ``fed`` tokens go in singly, ``length`` come out."""
     after = torch.tensor([talk.ids[-fed:] for talk in talks], device=lm.facts.device)
     progress("prefill", 0.0)
-    for number, (spec, cache) in enumerate(compressed(lm, list(found), [t.ids[:-fed] for t in talks], fed + answer)):
-        said = answers(lm, cache, after, answer, found[spec].fractions)
+    for number, (spec, cache) in enumerate(compressed(lm, list(found), [t.ids[:-fed] for t in talks], fed + length)):
+        said = answers(lm, cache, after, length, found[spec].fractions)
         found[spec].answers += [Answer(t.asked, t.value, s, is_hit(s, t.value)) for t, s in zip(talks, said)]
         progress(spec, (number + 1) / len(found))
 
 
+def longest_value(tokenizer: Any, talks: Sequence[Conversation]) -> int:
+    """Tokens of the longest told value."""
+    return max(len(tokenizer(" " + talk.value, add_special_tokens=False)["input_ids"]) for talk in talks)
+
+
 def answers(lm: LM, cache: KVCache, after: torch.Tensor, length: int, fractions: Fractions) -> list[str]:
     """Feed ``after [B, n]``, then write ``length`` greedy tokens; the text of each row up to a stop token."""
-    logits = list(steps(lm, cache, after, fractions))[-1]
+    logits = deque(steps(lm, cache, after, fractions), maxlen=1).pop()
     written = [logits.argmax(-1)]
     for _ in range(length - 1):
         written.append(lm.step(cache, written[-1]).argmax(-1))

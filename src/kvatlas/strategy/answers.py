@@ -231,6 +231,10 @@ class Read(Answer):
         """What this rule scores with, for each slot."""
         return ()
 
+    def state_bytes(self, facts: LayerFacts) -> int:
+        """Bytes of the state that ``observe_prefill`` gives, of one sequence."""
+        return 0
+
     def limit(self, length: int) -> int:
         """Most tokens that a step may read of ``length`` kept ones."""
         return length
@@ -328,6 +332,14 @@ class Place(Answer):
     def store(self, layout: Layout, shared: Shared | None) -> Store:
         raise NotImplementedError
 
+    def bytes_held(self, layout: Layout) -> int:
+        """Bytes of a store's columns in closed form, all tiers."""
+        return layout.rows * layout.kv_heads * layout.capacity * layout.slot_bytes()
+
+    def staging(self, layout: Layout) -> int:
+        """Device bytes, in closed form, that the layers share to move such a layer's keys and values."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -346,6 +358,10 @@ class Layout:
     capacity: int
     device: torch.device
     limit: Callable[[int], int] | None = None
+
+    def slot_bytes(self, kind: str | None = None) -> int:
+        """Bytes of one slot of one KV head: of all columns, or of those of a kind."""
+        return sum(c.slot_bytes() for c in self.columns if kind in (None, c.kind))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kvatlas
 from kvatlas.errors import UserError
 from kvatlas.measure.environment import speed_dtype
-from kvatlas.model.load import DTYPES, LOAD_FORMATS, _files_id
+from kvatlas.model.load import BUILT_IN, DTYPES, LOAD_FORMATS, _files_id
+from kvatlas.model.weights import package_version
 from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
 from kvatlas.workload.text import Text, default_text, file_text
@@ -56,6 +58,7 @@ class Plan:
     def asked(self) -> Asked:
         """All that must lead to a new measurement when it changes, but the strategy."""
         return {
+            "kvatlas": kvatlas.__version__,
             "model": self.model,
             "weights": self.weights,
             "load_format": self.load_format,
@@ -139,7 +142,7 @@ def out_folder(out: str | None, model: str, options: dict[str, Any]) -> Path:
 
 
 def _strategies(texts: str) -> dict[str, Strategy]:
-    """What was written -> the strategy. Commas separate specs and parameters: ``key=value`` belongs to the spec before."""
+    """What was written -> the strategy. Commas separate specs, and parameters: ``key=value`` is the spec before's."""
     specs: list[str] = []
     for item in (part.strip() for part in texts.split(",")):
         name, equals, _ = item.partition("=")
@@ -185,7 +188,9 @@ def _default_threads() -> int:
 
 
 def _weights(model: str, load_format: str) -> str:
-    """Which weights, known without loading them: a folder's files, else the name says it."""
+    """Which weights, known without loading them: a folder's files, a package's version, else the name says it."""
     folder = Path(model).expanduser()
+    if load_format != "dummy" and model == BUILT_IN and not folder.is_dir():
+        return package_version()
     files = sorted(folder.glob("*.safetensors")) if load_format != "dummy" and folder.is_dir() else []
     return _files_id(files) if files else ""

@@ -14,7 +14,7 @@ from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Layout, Place, Selection, Shared, Span
 from kvatlas.strategy.place.device import SlotStore, tiles_of
-from kvatlas.strategy.place.link import Link
+from kvatlas.strategy.place.link import STAGES, Link
 from kvatlas.strategy.place.store import Bytes, Store
 from kvatlas.strategy.registry import Preset, register
 
@@ -46,6 +46,11 @@ class Host(Place):
     def store(self, layout: Layout, shared: Shared | None) -> Store:
         assert isinstance(shared, Link)
         return HostStore(layout, shared)
+
+    def staging(self, layout: Layout) -> int:
+        """Two buffers of what a selection may fetch and the newest token, or of a tile where everything is read."""
+        tokens = min(TILE, layout.capacity) if layout.limit is None else layout.limit(layout.capacity) + 1
+        return STAGES * layout.rows * layout.kv_heads * tokens * layout.slot_bytes("payload")
 
 
 class HostStore(SlotStore):

@@ -42,6 +42,11 @@ class Paged(Place):
                 "head from them; leave +paged out"
             )
 
+    def bytes_held(self, layout: Layout) -> int:
+        """Whole blocks."""
+        blocks = -(-layout.capacity // self.block)
+        return super().bytes_held(replace(layout, capacity=blocks * self.block))
+
     def shared(self, layers: int) -> BlockTable:
         return BlockTable(self.block, self.share)
 

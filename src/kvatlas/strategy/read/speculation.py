@@ -112,6 +112,10 @@ class Speculated(Read):
     def columns(self, facts: LayerFacts) -> tuple[Column, ...]:
         return (Column("partial", (self.width(facts.head_dim),), facts.dtype),)
 
+    def state_bytes(self, facts: LayerFacts) -> int:
+        basis = self.width(facts.head_dim) * facts.dtype.itemsize
+        return facts.kv_heads * facts.head_dim * (basis + torch.float32.itemsize)
+
     def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         stacked = q.reshape(facts.kv_heads, -1, q.shape[-1])
         return {"skew": skew(stacked, k).to(facts.dtype)}
