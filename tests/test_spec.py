@@ -54,7 +54,7 @@ def test_plus_combines_answers_to_different_questions() -> None:
     assert both.keep == SinksAndWindow(budget=0.5)
     assert both.read == Oracle(budget=0.2, gqa="sum")
     assert both.place == Host(overlap=False)
-    assert both.name == "streaming:0.5+oracle:0.2,gqa=sum+host:overlap=false"
+    assert both.name == "streaming:0.5,positions=true+oracle:0.2,gqa=sum+host:overlap=false"
     assert parse("oracle:0.1+paged:block=8").place == Paged(block=8)
 
 

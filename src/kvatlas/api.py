@@ -74,7 +74,7 @@ def _calibrated(lm: LM, strategy: Strategy) -> Any:
     """The strategy's constants, found once a model (with or without a tokenizer). It keeps no model alive."""
     if not strategy.read.calibrates:
         return None
-    known, key = _constants.setdefault(lm.model, {}), (strategy.read, lm.tokenizer is not None)
+    known, key = _constants.setdefault(lm.model, {}), (strategy.read.calibration(), lm.tokenizer is not None)
     if key not in known:
         lm.calibration = calibration_text()
         known[key] = lm.constants(strategy)

@@ -55,9 +55,10 @@ class LM:
         """What the strategy's reader needs once a model; found at the first call."""
         if not strategy.read.calibrates:
             return None
-        if strategy.read not in self._constants:
-            self._constants[strategy.read] = calibrate(self, strategy.read)
-        return self._constants[strategy.read]
+        key = strategy.read.calibration()
+        if key not in self._constants:
+            self._constants[key] = calibrate(self, strategy.read)
+        return self._constants[key]
 
     def new_cache(self, strategy: str | Strategy, clock: Clock | None = None) -> KVCache:
         """An empty cache under a strategy."""

@@ -23,7 +23,7 @@ from kvatlas.measure.schema import Tier
 from kvatlas.strategy.answers import Strategy, Transfers
 from kvatlas.strategy.place.store import Bytes
 
-WARM_TOKENS, WARM_STEPS = 128, 3
+WARM_TOKENS, WARM_STEPS = 32, 3
 SPLIT_STEPS = 8
 LOOK_EVERY = 8
 """Decode steps between two looks at what is held, kept and read (outside the timed part of a step)."""

@@ -239,6 +239,10 @@ class Read(Answer):
         """Most tokens that a step may read of ``length`` kept ones."""
         return length
 
+    def calibration(self) -> object:
+        """What ``calibrate`` depends on: readers that agree in it share the constants."""
+        return self
+
     def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> constants."""
         return {}

@@ -35,6 +35,7 @@ def prepare(job: Job, progress: Progress) -> Any:
     Raises:
         UserError: with what to change.
     """
+    torch.set_num_threads(1)  # everything here is small
     progress(0.0, "loading the model")
     loaded, lm = _model(job, job["dtype"])
     check_prompt(lm.facts, job["prompt_tokens"], job["new_tokens"], job["beyond_trained"])

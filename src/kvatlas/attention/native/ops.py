@@ -20,6 +20,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 MAX_DIM = 256
 MAX_GROUP = 64
 MAX_ROWS = 16
+ALONE = 1 << 17
+"""Bytes under which one thread is faster than two that have to meet."""
 
 # p: pointer, i: int64, f: float; the order is that of kernel.cpp.
 SIGNATURES = {
@@ -89,6 +91,11 @@ def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
     return layout(dtypes, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
 
 
+def threads(size: int) -> int:
+    """Threads for a call that reads ``size`` bytes."""
+    return 1 if size < ALONE else torch.get_num_threads()
+
+
 def outputs(q: Tensor, width: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Room for out, lse and, with a width, weights."""
     batch, query_heads = q.shape[:2]
@@ -144,7 +151,7 @@ def decode_attend(
         index_width,
         width or 0,
         scale,
-        torch.get_num_threads(),
+        threads(sizes[0] * sizes[1] * (index_width or k.shape[2]) * sizes[3] * 2 * k.element_size()),
     )
     return out, lse, weights
 
@@ -189,7 +196,7 @@ def decode_attend_paged(
         lengths.data_ptr(),
         width or 0,
         scale,
-        torch.get_num_threads(),
+        threads(sizes[0] * sizes[1] * table.shape[1] * k_pool.shape[2] * sizes[3] * 2 * k_pool.element_size()),
     )
     return out, lse, weights
 
@@ -265,7 +272,7 @@ def column_mass(
         -1 if window is None else window,
         causal,
         scale,
-        torch.get_num_threads(),
+        threads(query_heads * queries * keys),
     )
     return mass
 
@@ -290,6 +297,6 @@ def linear_small(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
         rows,
         columns,
         depth,
-        torch.get_num_threads(),
+        threads(w.nbytes),
     )
     return out

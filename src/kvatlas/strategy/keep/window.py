@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Span, View
+from kvatlas.strategy.answers import Span, Strategy, View
 from kvatlas.strategy.keep.ranked import Ranked, protect
 from kvatlas.strategy.registry import Preset, register
 
@@ -32,6 +32,13 @@ class SinksAndWindow(Ranked):
 
     def words(self) -> str:
         return f"{self.sinks} sinks + window, budget {self.budget:g}"
+
+    def check(self, strategy: Strategy) -> None:
+        if strategy.read.selects and self.positions == "cache" and self.sinks and not self.lossless():
+            raise UserError(
+                f"'{strategy.name}': streaming sees its sinks from their place in the cache, which a read rule that picks "
+                "tokens does not keep; write positions=true"
+            )
 
     def plan(self, length: int) -> dict[str, int]:
         plan = super().plan(length)

@@ -74,8 +74,9 @@ def speculate(q_partial: Tensor, k_partial: Tensor, alpha: float, limit: int) ->
 class Speculated(Read):
     """Tokens within ``alpha`` of the best speculated score, at most ``budget`` of the cache; layers 0 and 1 read all.
 
-    Under grouped queries one skew and one set of columns serve a KV head; scores are per query head and combined over
-    the group. The authors' code covers one query head per KV head only.
+    Under grouped queries one skew and one set of columns serve a KV head. Scores are per query head: a token counts when
+    any head of the group finds it near its own best, and tokens are ranked by the group's combined speculated weights.
+    With one query head per KV head, which is all that the authors' code covers, both are the authors' rule.
     """
 
     source: ClassVar[str] = "InfiniGen, OSDI 2024, section 4"
@@ -116,6 +117,9 @@ class Speculated(Read):
         basis = self.width(facts.head_dim) * facts.dtype.itemsize
         return facts.kv_heads * facts.head_dim * (basis + torch.float32.itemsize)
 
+    def calibration(self) -> object:
+        return type(self)  # the skew is the model's alone
+
     def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         stacked = q.reshape(facts.kv_heads, -1, q.shape[-1])
         return {"skew": skew(stacked, k).to(facts.dtype)}
@@ -144,13 +148,16 @@ class Speculated(Read):
         heads = view.layer.kv_heads
         part = torch.matmul(q.unflatten(1, (heads, -1)), view.state["basis"])  # [B, H, G, d]
         keys = view.column("partial")
-        scores = torch.matmul(part, keys.transpose(-1, -2)).float().mul_(view.layer.scale)
-        rank = fold(scores.flatten(1, 2), heads, self.gqa)
+        scores = torch.matmul(part, keys.transpose(-1, -2)).float().mul_(view.layer.scale)  # [B, H, G, n]
         empty = view.empty()
         if empty is not None:
-            rank = rank.masked_fill(empty, float("-inf"))
-        near = (rank > rank.amax(-1, keepdim=True) - self.alpha).sum(-1)  # [B, H]
+            scores.masked_fill_(empty.unsqueeze(2), float("-inf"))
+        # A KV head fetches for its whole group: what any of its query heads finds near its own best counts.
+        near = (scores > scores.amax(-1, keepdim=True) - self.alpha).any(2).sum(-1)  # [B, H]
         count = near.float().mean(1).long().minimum(resolve_all(self.budget, view.lengths[:, 0]))
+        rank = fold(scores.softmax(-1).flatten(1, 2), heads, self.gqa)
+        if empty is not None:
+            rank = rank.masked_fill(empty, -1.0)
         index = rank.topk(int(count.max()), dim=-1).indices
         return Selection(index, count.unsqueeze(1).expand(-1, heads), scanned=keys.numel() * keys.element_size())
 
