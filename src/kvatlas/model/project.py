@@ -28,6 +28,7 @@ class Projector:
         config = model.config.get_text_config(decoder=True)
         self._by_type = _takes_layer_type(self.rotary)
         self._types = getattr(config, "layer_types", None) or [None] * len(self.attentions)
+        self._last_turn: tuple[Any, Tensor, Tensor, Tensor] | None = None
         self._scale = self.facts.architecture in SCALED_BEFORE
 
     def project_query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
@@ -67,9 +68,16 @@ class Projector:
     def _turn(self, layer: int, q: Tensor, delta: Tensor) -> Tensor:
         """Rotate q [B, H, T, D] by delta [B, T] positions, in float32."""
         wide = q.float()
-        cos, sin = self._cos_sin(layer, wide, delta)
+        cos, sin = self._turn_cos_sin(layer, wide, delta)
         scaling = self._scaling(layer)
         return _apply(self.attentions[layer], wide, cos / scaling, sin / scaling).to(q.dtype)
+
+    def _turn_cos_sin(self, layer: int, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of a rotation by ``delta``; all layers of a step ask for the same, so the last is kept."""
+        kind, last = self._types[layer], self._last_turn
+        if last is None or last[0] != kind or last[1].shape != delta.shape or not bool((last[1] == delta).all()):
+            self._last_turn = last = (kind, delta.clone(), *self._cos_sin(layer, x, delta))
+        return last[2], last[3]
 
     def _flat(self, attention: Any, x: Tensor) -> Tensor:
         """The projected queries [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""

@@ -1,4 +1,5 @@
 // The C interface: plain pointers, strides in elements, sizes as int64. ops.py is its only caller and checks shapes.
+#include "choose.h"
 #include "decode.h"
 #include "linear.h"
 #include "mass.h"
@@ -120,5 +121,20 @@ void kvatlas_rope(int64_t half, void* x, const void* cos, const void* sin, int64
                   int64_t stride) {
     half ? rope((bf16*)x, (const bf16*)cos, (const bf16*)sin, rows, heads, dim, stride)
          : rope((float*)x, (const float*)cos, (const float*)sin, rows, heads, dim, stride);
+}
+
+// stride: keys (b, h, slot).
+void kvatlas_speculate(int64_t half, const void* q, const void* keys, const int64_t* lengths, const int64_t* hole,
+                       float* rank, int64_t* near, int64_t batch, int64_t heads, int64_t group, int64_t dim, int64_t n,
+                       const int64_t* stride, float scale, float alpha, int64_t combine, int64_t threads) {
+    int64_t size = half ? 2 : 4;
+    Speculation call{(const char*)q, (const char*)keys, {stride[0] * size, stride[1] * size, stride[2] * size},
+                     lengths, hole, batch, heads, group, dim, n, scale, alpha, combine, rank, near};
+    half ? speculate<bf16>(call, threads) : speculate<float>(call, threads);
+}
+
+void kvatlas_choose(const float* rank, const int64_t* count, int64_t* index, int64_t rows, int64_t n, int64_t width,
+                    int64_t threads) {
+    choose(rank, count, index, rows, n, width, threads);
 }
 }

@@ -30,6 +30,8 @@ SIGNATURES = {
     "kvatlas_column_mass": "i pppp iiiii p iii f i",
     "kvatlas_linear": "i ppp iii i",
     "kvatlas_append": "ppp ppp p iiii p",
+    "kvatlas_speculate": "i pp pp pp iiiii p ff i i",
+    "kvatlas_choose": "ppp iii i",
     "kvatlas_rms_norm": "i ppp ii f",
     "kvatlas_rope": "i ppp iiii",
 }

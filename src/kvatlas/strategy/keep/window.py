@@ -36,8 +36,8 @@ class SinksAndWindow(Ranked):
     def check(self, strategy: Strategy) -> None:
         if strategy.read.selects and self.positions == "cache" and self.sinks and not self.lossless():
             raise UserError(
-                f"'{strategy.name}': streaming sees its sinks from their place in the cache, which a read rule that picks "
-                "tokens does not keep; write positions=true"
+                f"'{strategy.name}': streaming sees its sinks from their place in the cache, which a rule that picks "
+                "tokens to read does not keep; write positions=true"
             )
 
     def plan(self, length: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvatlas.attention.choose import best_slots
 from kvatlas.strategy.answers import Combine, Read, Selection, View, fold
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.registry import Preset, register
@@ -43,7 +44,7 @@ class Oracle(Read):
         if empty is not None:
             rank = rank.masked_fill(empty, -1.0)
         count = resolve_all(self.budget, view.lengths)
-        index = rank.topk(self.limit(view.width), dim=-1).indices
+        index = best_slots(rank, count, self.limit(view.width))
         return Selection(index, count, scanned=keys.numel() * keys.element_size())
 
 

@@ -14,6 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvatlas.attention import fast
+from kvatlas.attention.choose import best_slots
+from kvatlas.attention.native import choose as native
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Column, Combine, LayerFacts, Port, Read, Selection, View, fold
 from kvatlas.strategy.budget import resolve, resolve_all
@@ -70,13 +73,34 @@ def speculate(q_partial: Tensor, k_partial: Tensor, alpha: float, limit: int) ->
     return scores.topk(n, dim=-1).indices
 
 
+def speculated_rank(view: View, part: Tensor, keys: Tensor, alpha: float, gqa: Combine) -> tuple[Tensor, Tensor]:
+    """The group's combined speculated weights and how many tokens are near.
+
+    Args:
+        part: ``[B, H, G, d]`` partial queries; keys: ``[B, H, n, d]`` partial keys.
+
+    Returns:
+        rank ``[B, H, n]`` float32, -1 where there is nothing, and near ``[B, H]`` int64. A KV head fetches for its
+        whole group: what any of its query heads finds within ``alpha`` of its own best is near.
+    """
+    if fast.serves(part, keys):
+        return native.speculate(part, keys, view.lengths, view.hole, view.layer.scale, alpha, gqa)
+    scores = torch.matmul(part, keys.transpose(-1, -2)).float().mul_(view.layer.scale)  # [B, H, G, n]
+    empty = view.empty()
+    if empty is not None:
+        scores.masked_fill_(empty.unsqueeze(2), float("-inf"))
+    near = (scores > scores.amax(-1, keepdim=True) - alpha).any(2).sum(-1)
+    rank = fold(scores.softmax(-1).flatten(1, 2), keys.shape[1], gqa)
+    return (rank if empty is None else rank.masked_fill(empty, -1.0)), near
+
+
 @dataclass(frozen=True)
 class Speculated(Read):
     """Tokens within ``alpha`` of the best speculated score, at most ``budget`` of the cache; layers 0 and 1 read all.
 
-    Under grouped queries one skew and one set of columns serve a KV head. Scores are per query head: a token counts when
-    any head of the group finds it near its own best, and tokens are ranked by the group's combined speculated weights.
-    With one query head per KV head, which is all that the authors' code covers, both are the authors' rule.
+    Under grouped queries one skew and one set of columns serve a KV head. Scores are per query head: a token counts
+    when any head of the group finds it near its own best, and tokens are ranked by the group's combined speculated
+    weights. With one query head per KV head, which is all that the authors' code covers, both are the authors' rule.
     """
 
     source: ClassVar[str] = "InfiniGen, OSDI 2024, section 4"
@@ -148,17 +172,9 @@ class Speculated(Read):
         heads = view.layer.kv_heads
         part = torch.matmul(q.unflatten(1, (heads, -1)), view.state["basis"])  # [B, H, G, d]
         keys = view.column("partial")
-        scores = torch.matmul(part, keys.transpose(-1, -2)).float().mul_(view.layer.scale)  # [B, H, G, n]
-        empty = view.empty()
-        if empty is not None:
-            scores.masked_fill_(empty.unsqueeze(2), float("-inf"))
-        # A KV head fetches for its whole group: what any of its query heads finds near its own best counts.
-        near = (scores > scores.amax(-1, keepdim=True) - self.alpha).any(2).sum(-1)  # [B, H]
+        rank, near = speculated_rank(view, part, keys, self.alpha, self.gqa)
         count = near.float().mean(1).long().minimum(resolve_all(self.budget, view.lengths[:, 0]))
-        rank = fold(scores.softmax(-1).flatten(1, 2), heads, self.gqa)
-        if empty is not None:
-            rank = rank.masked_fill(empty, -1.0)
-        index = rank.topk(int(count.max()), dim=-1).indices
+        index = best_slots(rank, count.unsqueeze(1).expand(-1, heads), int(count.max()))
         return Selection(index, count.unsqueeze(1).expand(-1, heads), scanned=keys.numel() * keys.element_size())
 
     def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:

@@ -1,0 +1,59 @@
+"""What a reader that chooses tokens does at every step, as functions on tensors: see ``choose.h``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.native.ops import call, strides, threads
+
+COMBINE = {"mean": 0, "max": 1, "sum": 2}
+
+
+def speculate(
+    q: Tensor, keys: Tensor, lengths: Tensor, hole: Tensor | None, scale: float, alpha: float, combine: str
+) -> tuple[Tensor, Tensor]:
+    """Combined weights and near counts of queries q [B, H, G, d] on keys [B, H, n, d] of one dtype.
+
+    lengths [B, H] and hole [B, H] (a slot that does not count) int64, contiguous. Returns rank [B, H, n] float32 (-1
+    where there is nothing) and near [B, H] int64: slots that any query head scores within alpha of its own best.
+    """
+    batch, heads, group, dim = q.shape
+    n = keys.shape[2]
+    q, lengths = q.contiguous(), lengths.contiguous()
+    hole = None if hole is None else hole.contiguous()
+    assert q.dtype == keys.dtype and keys.stride(3) == 1 and keys.shape == (batch, heads, n, dim)
+    rank = torch.empty(batch, heads, n, dtype=torch.float32)
+    near = torch.empty(batch, heads, dtype=torch.int64)
+    call(
+        "kvatlas_speculate",
+        q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        keys.data_ptr(),
+        lengths.data_ptr(),
+        None if hole is None else hole.data_ptr(),
+        rank.data_ptr(),
+        near.data_ptr(),
+        batch,
+        heads,
+        group,
+        dim,
+        n,
+        strides(*keys.stride()[:3]),
+        scale,
+        alpha,
+        COMBINE[combine],
+        threads(rank.nbytes * group),
+    )
+    return rank, near
+
+
+def choose(rank: Tensor, count: Tensor, width: int) -> Tensor:
+    """The count [B, H] best slots of rank [B, H, n] float32 -> index [B, H, width] int64, ascending, then zeros."""
+    rank, count = rank.contiguous(), count.contiguous()
+    batch, heads, n = rank.shape
+    assert rank.dtype == torch.float32 and count.dtype == torch.int64 and count.shape == (batch, heads)
+    index = torch.empty(batch, heads, width, dtype=torch.int64)
+    size = threads(rank.nbytes)
+    call("kvatlas_choose", rank.data_ptr(), count.data_ptr(), index.data_ptr(), batch * heads, n, width, size)
+    return index
