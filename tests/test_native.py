@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kvatlas.attention import native
-from kvatlas.attention.native import build, small
+from kvatlas.attention.native import build, choose, small
+from kvatlas.strategy.answers import LayerFacts, View
+from kvatlas.strategy.read import speculation
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels here: {native.why()}")
 LENGTHS = (0, 1, 7, 16, 17, 1000, 1025)
@@ -326,3 +328,39 @@ def test_rope(dtype: torch.dtype) -> None:
     values = whole[:, 6].clone()
     torch.testing.assert_close(small.rope_(qk, cos, sin), want, atol=2e-6, rtol=0)
     assert torch.equal(whole[:, 6], values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_choose_takes_the_best_and_copy_rows_fetches_them(dtype: torch.dtype) -> None:
+    rank, count = torch.rand(2, 3, 333), torch.tensor([[1, 50, 333], [0, 7, 200]])
+    index = choose.choose(rank, count, 333)
+    for b in range(2):
+        for h in range(3):
+            n = int(count[b, h])
+            assert index[b, h, :n].tolist() == rank[b, h].topk(n).indices.sort().values.tolist()
+            assert not index[b, h, n:].any()
+    store = torch.randn(2, 3, 400, 24).to(dtype)[:, :, :333]
+    for alone in (True, False):
+        fetched = torch.zeros(2, 3, 340, 24, dtype=dtype)
+        choose.copy_rows(fetched[:, :, 7:], store, index, alone)
+        assert torch.equal(fetched[:, :, 7:], store.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 24)))
+        choose.copy_rows(fetched[:, :, :333], store, None, alone)
+        assert torch.equal(fetched[:, :, :333], store)
+
+
+def test_choose_takes_the_lower_slot_of_a_tie() -> None:
+    assert choose.choose(torch.ones(1, 1, 9), torch.tensor([[4]]), 5).tolist() == [[[0, 1, 2, 3, 0]]]
+
+
+@pytest.mark.parametrize("combine", ["mean", "max", "sum"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_speculate_is_the_plain_rank(group: int, combine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, keys = torch.randn(2, 3, group, 19) * 2, torch.randn(2, 3, 101, 19)
+    lengths, hole = torch.tensor([[101] * 3, [57] * 3]), torch.tensor([[5] * 3, [57] * 3])
+    facts = LayerFacts(2, 3, 3 * group, 3, 64, torch.float32, torch.device("cpu"), 0.2)
+    view = View(facts, lambda name: keys, lengths, 101, lengths[:, 0], {}, hole=hole)
+    rank, near = speculation.speculated_rank(view, part, keys, 1.5, combine)
+    monkeypatch.setattr(speculation, "native_serves", lambda x: False)
+    want, near_want = speculation.speculated_rank(view, part, keys, 1.5, combine)
+    torch.testing.assert_close(rank, want, atol=1e-6, rtol=0)
+    assert torch.equal(near, near_want)

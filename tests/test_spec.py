@@ -50,8 +50,8 @@ def test_a_spec_sets_the_fields_of_its_answers() -> None:
 
 
 def test_plus_combines_answers_to_different_questions() -> None:
-    both = parse(" streaming:0.5 + oracle:0.2 ,gqa=sum + host:overlap=false ")
-    assert both.keep == SinksAndWindow(budget=0.5)
+    both = parse(" streaming:0.5,positions=true + oracle:0.2 ,gqa=sum + host:overlap=false ")
+    assert both.keep == SinksAndWindow(budget=0.5, positions="true")
     assert both.read == Oracle(budget=0.2, gqa="sum")
     assert both.place == Host(overlap=False)
     assert both.name == "streaming:0.5,positions=true+oracle:0.2,gqa=sum+host:overlap=false"

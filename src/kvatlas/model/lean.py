@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvatlas.attention import native
 from kvatlas.attention.native import small
 from kvatlas.errors import UserError
+from kvatlas.model.product import few, linear
 from kvatlas.model.project import Projector
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # attend(layer, q [B,Hq,T,D], k [B,Hkv,T,D], v [B,Hkv,T,D], x [B,T,hidden]) -> [B,T,Hq*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-FEW_ROWS, NATIVE = 16, (torch.bfloat16, torch.float32)
+
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _PLAIN = {
     "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
@@ -100,12 +100,12 @@ class LeanDecoder:
             h = _rms_norm(x, layer.norm, self.eps)
             q, k, v = self._qkv(layer, h, cos, sin, batch, length)
             seen = attend(number, q, k, v, h.view(batch, length, -1))
-            x = x + _linear(seen.reshape(batch * length, -1), layer.out, layer.out_bias)
+            x = x + linear(seen.reshape(batch * length, -1), layer.out, layer.out_bias)
             h = _rms_norm(x, layer.mlp_norm, self.eps)
-            h = _silu_mul(_linear(h, layer.gate_up, layer.gate_up_bias))
-            x.add_(_linear(h, layer.down, layer.down_bias))
+            h = _silu_mul(linear(h, layer.gate_up, layer.gate_up_bias))
+            x.add_(linear(h, layer.down, layer.down_bias))
         last = x.view(batch, length, -1)[:, -1]
-        return _linear(_rms_norm(last, self.model.model.norm.weight, self.eps), self.model.lm_head.weight, None)
+        return linear(_rms_norm(last, self.model.model.norm.weight, self.eps), self.model.lm_head.weight, None)
 
     __call__ = forward
 
@@ -125,7 +125,7 @@ class LeanDecoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (normed and rotated together) and v, each [B, heads, T, D] (views), from h [B*T, hidden]."""
         rotated = self.heads + self.kv_heads
-        qkv = _linear(h, layer.qkv, layer.qkv_bias).view(batch * length, rotated + self.kv_heads, self.head_dim)
+        qkv = linear(h, layer.qkv, layer.qkv_bias).view(batch * length, rotated + self.kv_heads, self.head_dim)
         qk = qkv[:, :rotated]
         if layer.qk_norm is not None:
             qk = _rms_norm(qk, layer.qk_norm, self.eps)
@@ -211,24 +211,9 @@ def _adjacent(parts: list[Tensor]) -> bool:
     return True
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, in] times weight [out, in]: the one place that chooses the matrix product.
-
-    The native one reads a weight once for up to 16 rows, and a row's result does not depend on how many there are.
-    """
-    if bias is None and x.shape[1] % 8 == 0 and _few(x):
-        return native.linear_small(x.contiguous(), weight)
-    return F.linear(x, weight, bias)
-
-
-def _few(x: Tensor) -> bool:
-    """Whether the native operations for few rows take x."""
-    return x.shape[0] <= FEW_ROWS and x.device.type == "cpu" and x.dtype in NATIVE and native.available()
-
-
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: in float32, rounded, then times weight (transformers' order)."""
-    if weight.dim() == 1 and _few(x):
+    if weight.dim() == 1 and few(x):
         return small.rms_norm(x.contiguous(), weight, eps)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
@@ -238,7 +223,7 @@ def _rope(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     It may be done in place.
     """
-    if _few(qk) and qk.stride(1) == qk.shape[2]:
+    if few(qk) and qk.stride(1) == qk.shape[2]:
         return small.rope_(qk, cos, sin)
     return (qk * cos).add_(qk.roll(qk.shape[-1] // 2, -1).mul_(sin))
 

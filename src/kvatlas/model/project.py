@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvatlas.errors import UserError
 from kvatlas.model.facts import SCALED_BEFORE, attentions_of, decoder_of, facts_of
+from kvatlas.model.product import linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ class Projector:
         config = model.config.get_text_config(decoder=True)
         self._by_type = _takes_layer_type(self.rotary)
         self._types = getattr(config, "layer_types", None) or [None] * len(self.attentions)
-        self._last_turn: tuple[Any, Tensor, Tensor, Tensor] | None = None
+        self._last: tuple[Any, Tensor, Tensor, Tensor] | None = None
         self._scale = self.facts.architecture in SCALED_BEFORE
 
     def project_query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
@@ -68,16 +69,9 @@ class Projector:
     def _turn(self, layer: int, q: Tensor, delta: Tensor) -> Tensor:
         """Rotate q [B, H, T, D] by delta [B, T] positions, in float32."""
         wide = q.float()
-        cos, sin = self._turn_cos_sin(layer, wide, delta)
+        cos, sin = self._cos_sin(layer, wide, delta)
         scaling = self._scaling(layer)
         return _apply(self.attentions[layer], wide, cos / scaling, sin / scaling).to(q.dtype)
-
-    def _turn_cos_sin(self, layer: int, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of a rotation by ``delta``; all layers of a step ask for the same, so the last is kept."""
-        kind, last = self._types[layer], self._last_turn
-        if last is None or last[0] != kind or last[1].shape != delta.shape or not bool((last[1] == delta).all()):
-            self._last_turn = last = (kind, delta.clone(), *self._cos_sin(layer, x, delta))
-        return last[2], last[3]
 
     def _flat(self, attention: Any, x: Tensor) -> Tensor:
         """The projected queries [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""
@@ -85,7 +79,9 @@ class Projector:
 
         project = getattr(attention, "q_proj", None)
         if project is not None:
-            flat = project(x)
+            plain = type(project).__name__ == "Linear"
+            rows = x.reshape(-1, x.shape[-1])
+            flat = linear(rows, project.weight, project.bias).view(*x.shape[:2], -1) if plain else project(x)
         else:
             fused = getattr(attention, "qkv_proj", None)
             if fused is None:
@@ -93,8 +89,8 @@ class Projector:
                     f"{type(attention).__name__} has no q_proj; strategies that speculate on queries need one "
                     "(Llama, Qwen, Mistral, Gemma, GPT-OSS, OPT and the like have it)"
                 )
-            rows = self.facts.heads * self.facts.head_dim
-            flat = F.linear(x, fused.weight[:rows], None if fused.bias is None else fused.bias[:rows])
+            size = self.facts.heads * self.facts.head_dim
+            flat = F.linear(x, fused.weight[:size], None if fused.bias is None else fused.bias[:size])
         norm = _norm_of(attention)
         whole = norm is not None and norm.weight.shape[-1] != self.facts.head_dim
         return norm(flat) if whole else flat
@@ -110,9 +106,12 @@ class Projector:
         return bool(getattr(attention, "use_rope", True))
 
     def _cos_sin(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self._by_type:
-            return self.rotary(x, positions, self._types[layer])
-        return self.rotary(x, positions)
+        """cos and sin at ``positions`` in x's dtype; all layers of a step ask for the same, so the last is kept."""
+        key, last = (self._types[layer], x.dtype, positions.shape), self._last
+        if last is None or last[0] != key or not bool((last[1] == positions).all()):
+            kind = (self._types[layer],) if self._by_type else ()
+            self._last = last = (key, positions.clone(), *self.rotary(x, positions, *kind))
+        return last[2], last[3]
 
     def _scaling(self, layer: int) -> float:
         """What the model multiplies cos and sin by (YaRN), which a rotation must not."""

@@ -1,6 +1,7 @@
 // What a reader that chooses tokens does at every step: speculated scores on a few columns, and the best of a row.
 #pragma once
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "parallel.h"
@@ -25,15 +26,21 @@ template <class T> static void speculate_head(const Speculation& c, int64_t row)
     int64_t skip = c.hole ? c.hole[row] : -1;
     std::vector<float> scores(c.group * length), q(c.group * c.dim), top(c.group, -INFINITY), sum(c.group, 0.0f);
     for (int64_t i = 0; i < c.group * c.dim; i++) q[i] = to_float(((const T*)c.q)[row * c.group * c.dim + i]) * c.scale;
-    std::vector<float> key(c.dim);
-    for (int64_t s = 0; s < length; s++) {
-        const T* from = (const T*)(c.keys + b * c.stride[0] + h * c.stride[1] + s * c.stride[2]);
-        for (int64_t i = 0; i < c.dim; i++) key[i] = to_float(from[i]);
+    std::vector<float> turned(c.dim * LANES);  // LANES keys, [dim][LANES]: sums then need no reduction across lanes
+    for (int64_t first = 0; first < length; first += LANES) {
+        int count = std::min<int64_t>(LANES, length - first);
+        for (int j = 0; j < count; j++) {
+            const T* from = (const T*)(c.keys + b * c.stride[0] + h * c.stride[1] + (first + j) * c.stride[2]);
+            for (int64_t i = 0; i < c.dim; i++) turned[i * LANES + j] = to_float(from[i]);
+        }
         for (int64_t g = 0; g < c.group; g++) {
-            float dot = 0;
-            for (int64_t i = 0; i < c.dim; i++) dot += key[i] * q[g * c.dim + i];
-            scores[g * length + s] = s == skip ? -INFINITY : dot;
-            top[g] = std::max(top[g], scores[g * length + s]);
+            Floats dot{};
+            for (int64_t i = 0; i < c.dim; i++) dot += load(&turned[i * LANES]) * q[g * c.dim + i];
+            for (int j = 0; j < count; j++) {
+                float score = first + j == skip ? -INFINITY : dot[j];
+                scores[g * length + first + j] = score;
+                top[g] = std::max(top[g], score);
+            }
         }
     }
     float* rank = c.rank + row * c.n;
@@ -65,17 +72,36 @@ template <class T> static void speculate(const Speculation& c, int64_t threads) 
     for_each(threads, c.batch * c.heads, [&](int64_t row) { speculate_head<T>(c, row); });
 }
 
-// index [rows, width]: the count[r] best of rank [rows, n], in no order; ties go to the lower slot. The rest is 0.
+// index [rows, width]: the count[r] best of rank [rows, n] in ascending order, which lets a fetch run through memory;
+// ties go to the lower slot. The rest is 0.
 static void choose(const float* rank, const int64_t* count, int64_t* index, int64_t rows, int64_t n, int64_t width,
                    int64_t threads) {
     for_each(threads, rows, [&](int64_t r) {
         const float* mine = rank + r * n;
-        std::vector<int32_t> order(n);
-        for (int64_t i = 0; i < n; i++) order[i] = i;
-        int64_t best = std::min(count[r], n);
-        auto better = [&](int32_t a, int32_t b) { return mine[a] > mine[b] || (mine[a] == mine[b] && a < b); };
-        if (best < n) std::nth_element(order.begin(), order.begin() + best, order.end(), better);
-        std::sort(order.begin(), order.begin() + best);  // ascending slots: the fetch runs through memory
-        for (int64_t i = 0; i < width; i++) index[r * width + i] = i < best ? order[i] : 0;
+        int64_t best = std::min(count[r], n), at = 0;
+        if (best > 0) {
+            std::vector<float> sorted(mine, mine + n);
+            std::nth_element(sorted.begin(), sorted.begin() + (best - 1), sorted.end(), std::greater<float>());
+            float least = sorted[best - 1];
+            int64_t ties = best - std::count_if(mine, mine + n, [&](float x) { return x > least; });
+            for (int64_t i = 0; i < n && at < best; i++)
+                if (mine[i] > least || (mine[i] == least && ties-- > 0)) index[r * width + at++] = i;
+        }
+        for (; at < width; at++) index[r * width + at] = 0;
+    });
+}
+
+// to[b, h, i] = from[b, h, index[b, h, i]] (i itself without an index), rows of `bytes`; strides in bytes (b, h, slot).
+static void copy_rows(char* to, const char* from, const int64_t* index, int64_t batch, int64_t heads, int64_t n,
+                      int64_t bytes, const int64_t* stride, int64_t threads) {
+    for_each(threads, batch * heads, [&](int64_t row) {
+        char* mine = to + row / heads * stride[0] + row % heads * stride[1];
+        const char* theirs = from + row / heads * stride[3] + row % heads * stride[4];
+        if (!index && stride[2] == bytes && stride[5] == bytes) {
+            memcpy(mine, theirs, n * bytes);
+            return;
+        }
+        for (int64_t i = 0; i < n; i++)
+            memcpy(mine + i * stride[2], theirs + (index ? index[row * n + i] : i) * stride[5], bytes);
     });
 }

@@ -57,3 +57,21 @@ def choose(rank: Tensor, count: Tensor, width: int) -> Tensor:
     size = threads(rank.nbytes)
     call("kvatlas_choose", rank.data_ptr(), count.data_ptr(), index.data_ptr(), batch * heads, n, width, size)
     return index
+
+
+def copy_rows(to: Tensor, source: Tensor, index: Tensor | None, alone: bool) -> None:
+    """to[b, h, i] = source[b, h, index[b, h, i]] (slot i itself without an index), on one thread when ``alone``.
+
+    to [B, H, n, ..], source [B, H, slots, ..] of one dtype, contiguous within a slot; index [B, H, n] int64. A copy
+    that runs beside compute should be alone: two teams of threads on the same cores wait for each other at every barrier.
+    """
+    batch, heads, n = to.shape[:3]
+    size, bytes_ = to.element_size(), to[0, 0, 0].nbytes
+    assert to.dtype == source.dtype and to.shape[3:] == source.shape[3:] and to.shape[:2] == source.shape[:2]
+    assert to[0, 0, 0].is_contiguous() and source[0, 0, 0].is_contiguous()
+    index = None if index is None else index.contiguous()
+    assert index is None or (index.dtype == torch.int64 and index.shape == (batch, heads, n))
+    apart = strides(*(size * s for s in (*to.stride()[:3], *source.stride()[:3])))
+    number = 1 if alone else threads(to.nbytes)
+    at = None if index is None else index.data_ptr()
+    call("kvatlas_copy_rows", to.data_ptr(), source.data_ptr(), at, batch, heads, n, bytes_, apart, number)

@@ -137,4 +137,9 @@ void kvatlas_choose(const float* rank, const int64_t* count, int64_t* index, int
                     int64_t threads) {
     choose(rank, count, index, rows, n, width, threads);
 }
+
+void kvatlas_copy_rows(void* to, const void* from, const int64_t* index, int64_t batch, int64_t heads, int64_t n,
+                       int64_t bytes, const int64_t* stride, int64_t threads) {
+    copy_rows((char*)to, (const char*)from, index, batch, heads, n, bytes, stride, threads);
+}
 }

@@ -32,6 +32,7 @@ SIGNATURES = {
     "kvatlas_append": "ppp ppp p iiii p",
     "kvatlas_speculate": "i pp pp pp iiiii p ff i i",
     "kvatlas_choose": "ppp iii i",
+    "kvatlas_copy_rows": "ppp iiii p i",
     "kvatlas_rms_norm": "i ppp ii f",
     "kvatlas_rope": "i ppp iiii",
 }

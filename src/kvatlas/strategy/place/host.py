@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvatlas.attention.choose import move
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.errors import UserError
@@ -115,12 +116,8 @@ class HostStore(SlotStore):
         sources = {name: self.data[name] for name in staged}
 
         def copy() -> int:
-            moved, at = 0, index.cpu()
-            for name, buffer in staged.items():
-                rows = take_slots(sources[name], at)
-                buffer[:, :, head:].copy_(rows, non_blocking=True)
-                moved += rows.numel() * rows.element_size()
-            return moved
+            at = index.cpu()
+            return sum(move(buffer[:, :, head:], sources[name], at, beside=ahead) for name, buffer in staged.items())
 
         return staged, self.link.start(copy, self.layout.device, ahead)
 
@@ -150,9 +147,7 @@ class HostStore(SlotStore):
         }
 
         def copy() -> int:
-            for name, buffer in staged.items():
-                buffer.copy_(sources[name], non_blocking=True)
-            return sum(s.numel() * s.element_size() for s in sources.values())
+            return sum(move(buffer, sources[name], beside=ahead) for name, buffer in staged.items())
 
         return staged, self.link.start(copy, self.layout.device, ahead)
 

@@ -56,7 +56,7 @@ class Link(Shared):
         if device.type == "cuda":
             return self._start_stream(copy, device)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvatlas-link")
+            self._pool = ThreadPoolExecutor(1, "kvatlas-link")
             finalize(self, self._pool.shutdown, wait=False)
         return self._waiter(self._pool.submit(self._timed, copy))
 

@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvatlas.attention import fast
-from kvatlas.attention.choose import best_slots
+from kvatlas.attention.choose import best_slots, native_serves
 from kvatlas.attention.native import choose as native
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Column, Combine, LayerFacts, Port, Read, Selection, View, fold
@@ -83,7 +82,7 @@ def speculated_rank(view: View, part: Tensor, keys: Tensor, alpha: float, gqa: C
         rank ``[B, H, n]`` float32, -1 where there is nothing, and near ``[B, H]`` int64. A KV head fetches for its
         whole group: what any of its query heads finds within ``alpha`` of its own best is near.
     """
-    if fast.serves(part, keys):
+    if native_serves(keys):
         return native.speculate(part, keys, view.lengths, view.hole, view.layer.scale, alpha, gqa)
     scores = torch.matmul(part, keys.transpose(-1, -2)).float().mul_(view.layer.scale)  # [B, H, G, n]
     empty = view.empty()
