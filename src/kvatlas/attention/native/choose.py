@@ -63,7 +63,7 @@ def copy_rows(to: Tensor, source: Tensor, index: Tensor | None, alone: bool) -> 
     """to[b, h, i] = source[b, h, index[b, h, i]] (slot i itself without an index), on one thread when ``alone``.
 
     to [B, H, n, ..], source [B, H, slots, ..] of one dtype, contiguous within a slot; index [B, H, n] int64. A copy
-    that runs beside compute should be alone: two teams of threads on the same cores wait for each other at every barrier.
+    that runs beside compute should be alone: two teams of threads on the same cores wait at every barrier.
     """
     batch, heads, n = to.shape[:3]
     size, bytes_ = to.element_size(), to[0, 0, 0].nbytes
