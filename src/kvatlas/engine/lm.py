@@ -199,6 +199,8 @@ class LM:
             if self.tokenizer is None:
                 raise UserError("this model has no tokenizer; give prompts as lists of token ids")
             item = self.tokenizer(item)["input_ids"] if item.strip() else []
+        if not hasattr(item, "__len__"):
+            raise UserError(f"{name} must be text or a list of token ids, not {type(item).__name__}")
         if not len(item):
             raise UserError(f"{name} is empty")
         ids = [int(token) for token in item]

@@ -22,7 +22,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be 0 (greedy) or above, not {self.temperature:g}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p:g}")

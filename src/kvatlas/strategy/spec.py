@@ -68,8 +68,10 @@ def _common(spec: str, parts: list[Part]) -> dict[str, str]:
 
 
 def _parse_part(text: str) -> Part:
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     preset = find(name.strip())
+    if colon and not rest.strip():
+        raise UserError(f"'{text}' ends after the colon: write {preset.name}, or a budget or key=value after it")
     parameters, budget = preset.parameters(), None
     values: dict[str, Any] = {}
     common: dict[str, str] = {}
