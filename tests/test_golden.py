@@ -53,8 +53,7 @@ def test_infinigen_pieces(case: str) -> None:
     g = load(f"infinigen_{case}")
     heads, dim = g["skew"].shape[:2]
     n = len(g["hidden"]) - 1
-    q = (g["hidden"] @ g["w_q"].T).unflatten(-1, (heads, dim)).transpose(0, 1)
-    k = (g["hidden"] @ g["w_k"].T).unflatten(-1, (heads, dim)).transpose(0, 1)
+    q, k = ((g["hidden"] @ g[w].T).unflatten(-1, (heads, dim)).transpose(0, 1) for w in ("w_q", "w_k"))
     a = skew(q[:, :n], k[:, :n])
     torch.testing.assert_close(a.abs(), g["skew"].abs(), atol=1e-3, rtol=0)
     torch.testing.assert_close(a.transpose(1, 2) @ a, torch.eye(dim).expand(heads, -1, -1), atol=1e-5, rtol=0)
@@ -73,8 +72,7 @@ def test_infinigen_replay(case: str) -> None:
     g = load(f"infinigen_{case}")
     heads, dim = g["skew"].shape[:2]
     n = len(g["hidden"]) - 1
-    q = (g["hidden"] @ g["w_q"].T).unflatten(-1, (heads, dim)).transpose(0, 1)
-    k = (g["hidden"] @ g["w_k"].T).unflatten(-1, (heads, dim)).transpose(0, 1)
+    q, k = ((g["hidden"] @ g[w].T).unflatten(-1, (heads, dim)).transpose(0, 1) for w in ("w_q", "w_k"))
     spec = f"infinigen:{int(g['max_num_kv'])},alpha={float(g['alpha'])},partial={float(g['partial_ratio'])}"
     result = replay(spec, q, k, k, n, hidden=g["hidden"], w_q=g["w_q"])
     want = torch.cat([g["selected"].long(), torch.full((heads, 1), n)], 1)

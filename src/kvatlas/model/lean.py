@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # attend(layer, q [B,Hq,T,D], k [B,Hkv,T,D], v [B,Hkv,T,D], x [B,T,hidden]) -> [B,T,Hq*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _PLAIN = {
     "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},

@@ -75,14 +75,8 @@ class Projector:
 
     def _flat(self, attention: Any, x: Tensor) -> Tensor:
         """The projected queries [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""
-        import torch.nn.functional as F
-
-        project = getattr(attention, "q_proj", None)
-        if project is not None:
-            plain = type(project).__name__ == "Linear"
-            rows = x.reshape(-1, x.shape[-1])
-            flat = linear(rows, project.weight, project.bias).view(*x.shape[:2], -1) if plain else project(x)
-        else:
+        project, rows = getattr(attention, "q_proj", None), x.reshape(-1, x.shape[-1])
+        if project is None:
             fused = getattr(attention, "qkv_proj", None)
             if fused is None:
                 raise UserError(
@@ -90,7 +84,12 @@ class Projector:
                     "(Llama, Qwen, Mistral, Gemma, GPT-OSS, OPT and the like have it)"
                 )
             size = self.facts.heads * self.facts.head_dim
-            flat = F.linear(x, fused.weight[:size], None if fused.bias is None else fused.bias[:size])
+            flat = linear(rows, fused.weight[:size], None if fused.bias is None else fused.bias[:size])
+        elif type(project).__name__ == "Linear":
+            flat = linear(rows, project.weight, project.bias)
+        else:  # an adapter or a quantised matrix knows better
+            flat = project(rows)
+        flat = flat.view(*x.shape[:2], -1)
         norm = _norm_of(attention)
         whole = norm is not None and norm.weight.shape[-1] != self.facts.head_dim
         return norm(flat) if whole else flat
