@@ -50,13 +50,23 @@ def softmax64(
     return p @ values.repeat_interleave(p.shape[0] // values.shape[0], 0), p
 
 
-def statistic64(p: Tensor, gap: Tensor, wants: Wants) -> Tensor:
-    """``[Hq, n]`` from weights ``[Hq, T, n]``; ``gap [Hq, T, n]`` is how far the key lies behind the query."""
+def statistic64(p: Tensor, gap: Tensor, wants: Wants, kv_heads: int = 1, first: int = 0) -> Tensor:
+    """``[Hq, n]`` from weights ``[Hq, T, n]``; ``gap [Hq, T, n]`` is how far the key lies behind the query.
+
+    Hits are bits ``[H, n, bytes]``, query by query.
+    """
     if wants.kind == "band":
         assert wants.last is not None
         return p.masked_fill(gap >= wants.last, 0.0).sum(1)
     rows = slice(None) if wants.last is None or wants.kind == "mass" else slice(-wants.last, None)
     if wants.kind == "hits":
-        seen = (gap >= 0).sum(-1, keepdim=True)
-        return (p > 1.0 / seen).double()[:, rows].sum(1)
+        assert wants.last is not None
+        grouped = p.unflatten(0, (kv_heads, -1))
+        combined = {"mean": grouped.mean(1), "max": grouped.amax(1), "sum": grouped.sum(1)}[wants.combine]
+        bits = torch.zeros(kv_heads, p.shape[2], -(-wants.last // 8), dtype=torch.uint8)
+        for row in range(max(0, p.shape[1] - wants.last), p.shape[1]):
+            place = (first + row) % wants.last
+            hit = combined[:, row] > 1.0 / (gap[0, row] >= 0).sum()
+            bits[:, :, place // 8] |= hit.to(torch.uint8) << (place % 8)
+        return bits
     return p[:, rows].sum(1)

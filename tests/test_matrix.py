@@ -157,7 +157,7 @@ def reachable(cache: KVCache) -> int:
             walk({k: v for k, v in vars(x).items() if k not in ("_rows", "_heads", "_device", "_selected")})
 
     for layer in cache.layers:
-        walk([layer.store, layer.state, list(layer._scratch.values()), layer.shared])
+        walk([layer.store, layer.state, list(layer.intake.scratch.values()), layer.archive, layer.shared])
     return sum(storages.values())
 
 
@@ -266,7 +266,7 @@ def test_isolated_chunks_score_only_themselves() -> None:
 @pytest.mark.parametrize("spec", ["h2o:12", "streaming:12", "random:12", "infinigen:0.5,pool=12"])
 def test_evicting_between_chunks_bounds_memory(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no time more than the capacity and one chunk are attended to or held."""
-    from kvatlas.engine import layer as module
+    from kvatlas.engine import intake as module
 
     lm, most, held = lm_of("llama"), [], []
     cache = lm.new_cache(f"{spec},prefill=chunked:8,evict=chunk")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvatlas.attention import native
+from kvatlas.attention import bounds, native
 from kvatlas.attention.native import build, choose, small
 from kvatlas.strategy.answers import LayerFacts, View
 from kvatlas.strategy.read import speculation
@@ -161,19 +161,6 @@ def test_same_bits_in_any_batch_and_on_any_number_of_threads(dtype: torch.dtype)
             assert torch.equal(first, second) and torch.equal(first[b : b + 1], third)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_append(dtype: torch.dtype) -> None:
-    k_store, v_store = torch.zeros(2, 3, 5, 3, 24, dtype=dtype).transpose(2, 3).unbind(0)
-    pos_store = torch.full((3, 3, 5), -1, dtype=torch.int32)
-    k, v = (torch.randn(3, 2 * 3, 24).to(dtype)[:, ::2] for _ in range(2))
-    pos, slots = torch.tensor([4, 5, 6], dtype=torch.int32), torch.tensor([[0, 4, 2], [1, 1, 1], [3, 0, 4]])
-    expected = [x.clone() for x in (k_store, v_store, pos_store)]
-    for store, new in zip(expected, (k[:, :, None], v[:, :, None], pos[:, None, None].expand(3, 3, 1))):
-        store.scatter_(2, slots.view(3, 3, 1, *[1] * (store.dim() - 3)).expand_as(new), new)
-    native.append_kv(k_store, v_store, pos_store, k, v, pos, slots)
-    assert all(torch.equal(a, b) for a, b in zip((k_store, v_store, pos_store), expected))
-
-
 def scores_of(q: Tensor, k: Tensor, scale: float, window: int | None, causal: bool) -> Tensor:
     scores = q.double() @ k.double().repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(1, 2) * scale
     ago = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
@@ -247,7 +234,7 @@ def run_python(code: str, **environment: str) -> str:
 def test_no_second_openmp_runtime(library: str) -> None:
     code = f"""
 import torch
-from kvatlas.attention import native
+from kvatlas.attention import bounds, native
 from kvatlas.attention.native import build
 found = build.load({"native" if library == "native" else "x86-64-v3"!r})
 build.built = lambda: found
@@ -364,3 +351,33 @@ def test_speculate_is_the_plain_rank(group: int, combine: str, monkeypatch: pyte
     want, near_want = speculation.speculated_rank(view, part, keys, 1.5, combine)
     torch.testing.assert_close(rank, want, atol=1e-6, rtol=0)
     assert torch.equal(near, near_want)
+
+
+def test_choose_on_ranks_of_every_size() -> None:
+    big = torch.randn(1, 1, 400) * 10.0 ** torch.randint(-44, 38, (1, 1, 400))
+    masked = big.masked_fill(torch.rand(1, 1, 400) < 0.8, -torch.inf)
+    few = torch.randint(-2, 3, (1, 1, 400)).float() * torch.tensor([1.0, -1.0]).repeat(200)  # ties, 0 and -0
+    for rank in (big, masked, few, torch.full_like(big, -torch.inf)):
+        order = rank.sort(dim=-1, descending=True, stable=True).indices[0, 0]
+        for n in (1, 2, 57, 399, 400):
+            index = choose.choose(rank, torch.tensor([[n]]), 400)
+            assert index[0, 0, :n].tolist() == order[:n].sort().values.tolist()
+            assert not index[0, 0, n:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("combine", ["mean", "max", "sum"])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80), (9, 24)])
+def test_bounds_are_the_best_score_that_a_page_could_have(
+    group: int, dim: int, combine: str, dtype: torch.dtype, threads: int
+) -> None:
+    q, ends = torch.randn(2, 3, group, dim).to(dtype), torch.randn(2, 3, 515, 2, dim).to(dtype)
+    low, high = ends.amin(3), ends.amax(3, keepdim=True).expand(-1, -1, -1, 2, -1)[:, :, :, 1]
+    pages = torch.tensor([[515, 0, 17], [256, 257, 1]])
+    past = torch.arange(515) >= pages.unsqueeze(-1)
+    each = torch.maximum(*(q.double().unsqueeze(3) * x.double().unsqueeze(2) for x in (low, high))).sum(-1)
+    want = {"mean": each.mean(2), "max": each.amax(2), "sum": each.sum(2)}[combine].masked_fill(past, -torch.inf)
+    assert torch.isfinite(bounds.plain_scores(q, low, high, pages, combine)).equal(~past)
+    low = low.masked_fill(past.unsqueeze(-1), torch.nan)  # what does not count is not read
+    for got in (bounds.bound_scores(q, low, high, pages, combine), bounds.plain_scores(q, low, high, pages, combine)):
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-5)

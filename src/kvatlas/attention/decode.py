@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvatlas.attention import fast
+from kvatlas.attention.packed import unpack
 from kvatlas.attention.tiles import TILE, Partial, Rotate, Tile, merge
 
 
@@ -42,7 +44,7 @@ def attend_step(
 
 def attend_tile(q: Tensor, tile: Tile, scale: float, weights: bool) -> Partial:
     """One tile: the native kernel where it serves, else plain PyTorch, which is also its test."""
-    if fast.serves(q, tile.k):
+    if fast.serves(q, q if tile.packed is not None else tile.k):
         return fast.attend_tile(q, tile, scale, weights)
     return plain_tile(q, tile, scale, weights)
 
@@ -50,7 +52,9 @@ def attend_tile(q: Tensor, tile: Tile, scale: float, weights: bool) -> Partial:
 def plain_tile(q: Tensor, tile: Tile, scale: float, weights: bool) -> Partial:
     """Batched products over grouped queries; keys are never repeated, gathers are a tile at a time."""
     pieces: list[tuple[Tensor, Tensor, Tensor | None]]
-    if tile.table is not None:
+    if tile.packed is not None:
+        pieces = [(part.k, part.v, part.lengths) for part in raw_tiles(tile, q.dtype)]
+    elif tile.table is not None:
         pieces = list(_paged_pieces(tile))
     elif tile.index is not None:
         pieces = list(_gathered_pieces(tile))
@@ -83,6 +87,29 @@ def _gathered_pieces(tile: Tile) -> Iterable[tuple[Tensor, Tensor, Tensor | None
     for start in range(0, tile.index.shape[-1], TILE):
         index = tile.index[..., start : start + TILE]
         yield take_slots(tile.k, index), take_slots(tile.v, index), tile.count - start
+
+
+def raw_tiles(tile: Tile, dtype: torch.dtype) -> Iterator[Tile]:
+    """A packed tile as decoded ones of at most TILE slots, in order; any other tile as it is."""
+    packed, width = tile.packed, tile.width
+    if packed is None:
+        yield tile
+        return
+    for start in range(0, width, TILE):
+        part = slice(start, min(width, start + TILE))
+        number = tile.lengths if tile.index is None else tile.count
+        k, v = unpack(packed.map(partial(_slots_of, tile, part)), dtype)
+        yield Tile(
+            k,
+            v,
+            None if number is None else (number - start).clamp(0, part.stop - start),
+            query_at=tile.query_at,
+            positions=None if tile.positions is None else tile.positions[..., part],
+        )
+
+
+def _slots_of(tile: Tile, part: slice, column: Tensor) -> Tensor:
+    return column[:, :, part] if tile.index is None else take_slots(column, tile.index[..., part])
 
 
 def take_slots(column: Tensor, index: Tensor) -> Tensor:

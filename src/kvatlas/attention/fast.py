@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvatlas.attention import native
 from kvatlas.attention.native.ops import DTYPES, MAX_DIM
+from kvatlas.attention.native.packed import decode_packed
 from kvatlas.attention.tiles import Partial, Tile
 
 
@@ -31,18 +32,16 @@ def serves(q: Tensor, k: Tensor) -> bool:
 def attend_tile(q: Tensor, tile: Tile, scale: float, weights: bool) -> Partial:
     """``decode.plain_tile`` by the native kernel: nothing is gathered, decoded or copied."""
     q = q.contiguous()
-    if tile.table is not None:
-        assert tile.lengths is not None
-        done = native.decode_attend_paged(q, tile.k, tile.v, tile.table, tile.lengths, scale, weights, tile.width)
-    elif tile.index is not None:
-        assert tile.count is not None
-        index, count = tile.index.contiguous(), tile.count.contiguous()
-        done = native.decode_attend(q, tile.k, tile.v, None, scale, index, count, weights, tile.width)
+    lengths, index, count = (None if x is None else x.contiguous() for x in (tile.lengths, tile.index, tile.count))
+    if lengths is None and tile.table is None and index is None:
+        lengths = torch.full(tile.k.shape[:2], tile.k.shape[2], dtype=torch.int64)
+    if tile.packed is not None:
+        done = decode_packed(q, tile.packed, lengths, scale, index, count, weights, tile.width)
+    elif tile.table is not None:
+        assert lengths is not None
+        done = native.decode_attend_paged(q, tile.k, tile.v, tile.table, lengths, scale, weights, tile.width)
     else:
-        lengths = tile.lengths
-        if lengths is None:
-            lengths = torch.full(tile.k.shape[:2], tile.k.shape[2], dtype=torch.int64)
-        done = native.decode_attend(q, tile.k, tile.v, lengths.contiguous(), scale, probs=weights, width=tile.width)
+        done = native.decode_attend(q, tile.k, tile.v, lengths, scale, index, count, weights, tile.width)
     return Partial(*done)
 
 

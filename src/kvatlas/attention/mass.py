@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvatlas.attention import fast
 from kvatlas.attention.flash import SCORES_AT_ONCE, row_scores
@@ -22,6 +23,8 @@ def key_statistic(
     *,
     scale: float,
     causal: bool,
+    counted: int = 0,
+    first: int = 0,
     seen_keys: Tensor | None = None,
     behind: Tensor | None = None,
 ) -> Tensor:
@@ -30,39 +33,39 @@ def key_statistic(
     Args:
         q: ``[Hq, Tq, D]``; k: ``[H, Tk, D]``; lse: ``[Hq, Tq]`` over *all* keys of the row.
         causal: query i sees keys 0..i of these (Tq == Tk), else every one of them.
+        counted: the first row that counts.
+        first: true position of row 0 (``hits`` only).
         seen_keys: ``[Tq]`` how many keys each query saw in all (``hits`` only).
         behind: ``[H or 1, Tk]`` how far each key lies behind the first query (``band`` over stored keys only).
 
     Returns:
-        ``[Hq, Tk]`` float32.
+        ``[Hq, Tk]`` float32, or bits ``[H, Tk, bytes]`` (see ``Wants``).
     """
-    first = 0
-    if wants.kind in ("window", "hits") and wants.last is not None:
-        first = max(0, q.shape[1] - wants.last)
+    if wants.kind == "hits":
+        assert seen_keys is not None
+        return _hits(q, k, lse, wants, scale, causal, counted, first, seen_keys)
     band = wants.last if wants.kind == "band" else None
-    if wants.kind != "hits" and band is None and fast.serves(q, k):
-        return fast.column_mass(q, k, lse, scale, first_query=first, causal=causal)
-    return _tiled_statistic(q, k, lse, wants, scale, causal, first, band, seen_keys, behind)
+    if band is None and fast.serves(q, k):
+        return fast.column_mass(q, k, lse, scale, first_query=counted, causal=causal)
+    return _tiled_statistic(q, k, lse, scale, causal, counted, band, behind)
 
 
 def _tiled_statistic(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    wants: Wants,
     scale: float,
     causal: bool,
-    first: int,
+    counted: int,
     band: int | None,
-    seen_keys: Tensor | None,
     behind: Tensor | None,
 ) -> Tensor:
     heads, group = k.shape[0], q.shape[0] // k.shape[0]
     rows, keys = q.shape[1], k.shape[1]
     grouped, row_lse = q.view(heads, group, rows, -1), lse.view(heads, group, rows, 1)
     total = torch.zeros(heads, group, keys, dtype=torch.promote_types(lse.dtype, torch.float32), device=q.device)
-    step = max(1, min(256, SCORES_AT_ONCE // (q.shape[0] * keys)))
-    for start in range(first, rows, step):
+    step = _rows_at_once(q, keys)
+    for start in range(counted, rows, step):
         stop = min(rows, start + step)
         left = max(0, start - band + 1) if band is not None and causal else 0
         right = stop if causal else keys
@@ -70,11 +73,51 @@ def _tiled_statistic(
         hidden = _hidden(start, stop, left, right, causal, band, behind, q.device)
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
-        if wants.kind == "hits":
-            assert seen_keys is not None
-            p = (p > (1.0 / seen_keys[start:stop]).view(1, 1, -1, 1)).to(total.dtype)
         total[..., left:right] += p.sum(2)
     return total.view(q.shape[0], keys)
+
+
+def _rows_at_once(q: Tensor, keys: int) -> int:
+    return max(1, min(256, SCORES_AT_ONCE // (q.shape[0] * keys)))
+
+
+def _hits(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    wants: Wants,
+    scale: float,
+    causal: bool,
+    counted: int,
+    first: int,
+    seen_keys: Tensor,
+) -> Tensor:
+    heads, group = k.shape[0], q.shape[0] // k.shape[0]
+    rows, keys = q.shape[1], k.shape[1]
+    grouped, row_lse = q.view(heads, group, rows, -1), lse.view(heads, group, rows, 1)
+    assert wants.last is not None
+    bits = torch.zeros(heads, keys, -(-wants.last // 8), dtype=torch.uint8, device=q.device)
+    step = _rows_at_once(q, keys)
+    for start in range(counted, rows, step):
+        stop = min(rows, start + step)
+        right = stop if causal else keys
+        p = row_scores(grouped[:, :, start:stop], k[:, :right], scale).sub_(row_lse[:, :, start:stop]).exp_()
+        if causal:
+            p.masked_fill_(_hidden(start, stop, 0, right, True, None, None, q.device), 0.0)  # type: ignore[arg-type]
+        bits[:, :right] |= hit_bits(p, seen_keys[start:stop], first + start, wants)
+    return bits
+
+
+def hit_bits(p: Tensor, seen: Tensor, first: int, wants: Wants) -> Tensor:
+    """Weights ``[H, G, t, n]`` of queries from position ``first`` on, which saw ``seen [t]`` keys -> their hit bits."""
+    combined = p.amax(1) if wants.combine == "max" else p.mean(1) if wants.combine == "mean" else p.sum(1)
+    hit = combined > 1.0 / seen.view(1, -1, 1)  # [H, t, n]
+    assert wants.last is not None
+    ring = hit.new_zeros(hit.shape[0], wants.last, hit.shape[2])
+    at = torch.arange(first, first + hit.shape[1], device=hit.device) % wants.last
+    ring[:, at] = hit
+    padded = pad(ring.transpose(1, 2), (0, -wants.last % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=hit.device)).sum(-1, dtype=torch.uint8)
 
 
 def _hidden(

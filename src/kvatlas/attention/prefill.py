@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvatlas.attention.decode import gather_blocks
+from kvatlas.attention.decode import gather_blocks, raw_tiles
 from kvatlas.attention.flash import flash, future, row_scores
-from kvatlas.attention.mass import key_statistic
+from kvatlas.attention.mass import hit_bits, key_statistic
 from kvatlas.attention.tiles import Partial, Rotate, Tile, Wants, merge
 
 WINDOW_ROWS = 256
@@ -43,6 +43,7 @@ def attend_prefill(
     past: Sequence[Tile] = (),
     first: int = 0,
     wants: Wants | None = None,
+    ends: int | None = None,
     rotate: Rotate | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend causally with T new tokens of one sequence.
@@ -52,13 +53,16 @@ def attend_prefill(
         past: tiles of what is stored for this sequence (batch of one), without holes.
         first: true position of the first new token.
         wants: the per-key statistic to return.
+        ends: position after the last token of the prompt that the run belongs to (None: the run's own end).
         rotate: needed when a tile has ``query_at``.
 
     Returns:
-        output ``[T, Hq, D]`` and the statistic ``[Hq, past + T]`` (float32; stored keys first), or None.
+        output ``[T, Hq, D]`` and the statistic of ``past + T`` keys (see ``Wants``; stored keys first), or None.
     """
+    past = [piece for tile in past for piece in raw_tiles(tile, q.dtype)]
+    counted = _counted(wants, first, q.shape[1], ends)
     if how.eager and not past and how.window is None:
-        return _eager(q, k, v, how, wants)
+        return _eager(q, k, v, how, wants, counted, first)
     parts = [_over_past(q, tile, how, first, rotate) for tile in past]
     parts.append(_windowed(q, k, v, how) if how.window and how.window < q.shape[1] else _causal(q, k, v, how))
     total = merge(parts, None if how.sink is None else how.sink.view(-1, 1))
@@ -68,11 +72,14 @@ def attend_prefill(
         seen_keys = torch.arange(1, q.shape[1] + 1, device=q.device) + sum(keys.shape[1] for keys in stored)
         columns = [
             key_statistic(_seen_from(q, tile, rotate), keys, total.lse, wants, scale=how.scale, causal=False,
-                          seen_keys=seen_keys, behind=first - at)
+                          counted=counted, first=first, seen_keys=seen_keys, behind=first - at)
             for tile, keys, at in zip(past, stored, _positions(past, stored))
         ]  # fmt: skip
-        columns.append(key_statistic(q, k, total.lse, wants, scale=how.scale, causal=True, seen_keys=seen_keys))
-        statistic = torch.cat(columns, dim=-1)
+        columns.append(
+            key_statistic(q, k, total.lse, wants, scale=how.scale, causal=True, counted=counted, first=first,
+                          seen_keys=seen_keys)
+        )  # fmt: skip
+        statistic = torch.cat(columns, dim=1)
     return total.out.transpose(0, 1), statistic
 
 
@@ -131,7 +138,16 @@ def _positions(past: Sequence[Tile], stored: Sequence[Tensor]) -> Iterator[Tenso
         start += n
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, how: Prefill, wants: Wants | None) -> tuple[Tensor, Tensor | None]:
+def _counted(wants: Wants | None, first: int, n: int, ends: int | None) -> int:
+    """The first row of a run whose query counts."""
+    if wants is None or wants.kind not in ("window", "hits") or wants.last is None:
+        return 0
+    return min(n, max(0, (first + n if ends is None else ends) - wants.last - first))
+
+
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, how: Prefill, wants: Wants | None, counted: int, first: int
+) -> tuple[Tensor, Tensor | None]:
     """The whole matrix at once: what scoring prefills did before, kept to reproduce what the study measured."""
     heads, group, rows = k.shape[0], q.shape[0] // k.shape[0], q.shape[1]
     scores = row_scores(q.view(heads, group, rows, -1), k, how.scale)
@@ -141,16 +157,17 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, how: Prefill, wants: Wants | None) -
         lse = torch.logaddexp(lse, how.sink.float().view(heads, group, 1, 1))
     p = torch.exp(scores - lse)
     out = torch.matmul(p.to(v.dtype), v.unsqueeze(1)).reshape(q.shape).transpose(0, 1)
-    return out, None if wants is None else _matrix_statistic(p.reshape(-1, rows, rows), wants)
+    return out, None if wants is None else _matrix_statistic(p, wants, counted, first)
 
 
-def _matrix_statistic(p: Tensor, wants: Wants) -> Tensor:
-    rows = p.shape[-1]
-    if wants.kind in ("window", "hits") and wants.last is not None:
-        p = p[:, -wants.last :]
+def _matrix_statistic(p: Tensor, wants: Wants, counted: int, first: int) -> Tensor:
+    """``key_statistic`` of weights ``[H, G, T, T]``."""
+    rows, p = p.shape[-1], p[:, :, counted:]
     if wants.kind == "hits":
-        seen = torch.arange(rows - p.shape[1] + 1, rows + 1, device=p.device).view(1, -1, 1)
-        p = (p > 1.0 / seen).float()
+        seen = torch.arange(counted + 1, rows + 1, device=p.device)
+        bits = hit_bits(p, seen, first + counted, wants)
+        return bits
+    p = p.flatten(0, 1)
     if wants.kind == "band" and wants.last is not None:
         gap = torch.arange(rows, device=p.device)[:, None] - torch.arange(rows, device=p.device)
         p = p.masked_fill(gap >= wants.last, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,6 +14,34 @@ TILE = 1024
 
 Rotate = Callable[[Tensor, Tensor], Tensor]
 """Turn queries ``[B, Hq, T, D]`` so that they stand at positions ``[B, T]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Keys and values as codes of a few bits: element d is ``zero + code * scale`` of group ``d // group``.
+
+    Attributes:
+        k, v: uint8 codes ``[B, H, n, D]``, or with 4 bits ``[B, H, n, (D + 1) // 2]``: byte i holds element i in its
+            lower half and element ``i + (D + 1) // 2`` in its upper one.
+        k_scale, v_scale: ``[B, H, n, groups, 2]`` float16, each group's scale and zero.
+        bits: 4 or 8.
+        group: elements in a group; the last group may be shorter.
+        head_dim: D.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    bits: int
+    group: int
+    head_dim: int
+
+    def map(self, pick: Callable[[Tensor], Tensor]) -> Packed:
+        """The same codes at other slots: ``pick`` acts on each tensor ``[B, H, n, ...]``."""
+        return replace(
+            self, k=pick(self.k), v=pick(self.v), k_scale=pick(self.k_scale), v_scale=pick(self.v_scale)
+        )
 
 
 @dataclass(slots=True)
@@ -27,6 +55,7 @@ class Tile:
         table: ``[B, blocks]`` int64, block numbers of each sequence in the pool.
         query_at: ``[B, T]`` positions from which these keys are seen, when it is not the query's own.
         positions: ``[B, H, n]`` true positions; needed only where a model layer has a window of its own.
+        packed: the keys and values are codes, and ``k, v`` are those codes. Never with ``table``.
     """
 
     k: Tensor
@@ -37,6 +66,7 @@ class Tile:
     table: Tensor | None = None
     query_at: Tensor | None = None
     positions: Tensor | None = None
+    packed: Packed | None = None
 
     @property
     def width(self) -> int:
@@ -50,15 +80,20 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """The per-key statistic a keep rule asks of prefill attention (in decode it is always the step's weights).
+    """The per-key statistic a rule asks of prefill attention (in decode it is always the step's weights).
 
     ``mass``: sum over all queries of the key's softmax weight; ``window``: over the last ``last`` queries only;
-    ``band``: over queries fewer than ``last`` positions after the key; ``hits``: among the last ``last`` queries,
-    how many gave the key more than 1/t, t being the number of keys that the query saw.
+    ``band``: over queries fewer than ``last`` positions after the key; ``hits``: which of the last ``last`` queries
+    gave the key more than 1/t, t being the number of keys that the query saw (their group combined as ``combine``
+    says). Queries are counted from the end of the prompt, however it comes in.
+
+    The result is ``[Hq, n]`` float32; of hits ``[H, n, ceil(last / 8)]`` uint8, bit ``p % last`` standing for the query
+    at position p.
     """
 
     kind: Literal["mass", "window", "band", "hits"] = "mass"
     last: int | None = None
+    combine: Literal["mean", "max", "sum"] = "mean"
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from kvatlas.attention.prefill import Prefill
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.layer import LayerCache
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Encode, LayerFacts, Port, Read, Strategy, Transfers
+from kvatlas.strategy.answers import Encode, Keep, LayerFacts, Port, Read, Strategy, Transfers
+from kvatlas.strategy.budget import divide_budget
 from kvatlas.strategy.keep.window import Window
 from kvatlas.strategy.place.device import Device
 from kvatlas.strategy.place.store import Bytes
@@ -31,6 +32,7 @@ class CacheShape:
     sinks: tuple[Tensor | None, ...]
     dtype: torch.dtype
     device: torch.device
+    hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +66,36 @@ class KVCache:
         constants: Sequence[Mapping[str, Tensor]] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if strategy.read.calibrates and constants is None:
+        if (strategy.read.calibrates or strategy.encode.calibrates) and constants is None:
             raise UserError(f"'{strategy.name}' must be calibrated on the model first (kvatlas.load does that)")
         self.strategy, self.shape, self.clock = strategy, shape, clock or Clock(False)
         self.shared = strategy.place.shared(shape.layers)
+        self._keeps = self._layer_keeps()
         self.layers = [self._layer(i, port, constants) for i in range(shape.layers)]
         self.started = False
+
+    def _layer_keeps(self) -> dict[int, Keep]:
+        """The keep rule of each layer that the strategy works in, with its share of the budget."""
+        keep, layers = self.strategy.keep, self.strategy.layers
+        own = [i for i, window in enumerate(self.shape.windows) if window is None]
+        if layers is None or not own:
+            return dict.fromkeys(own, keep)
+        budgets = divide_budget(keep.budget, layers.shares(len(own)))
+        return {i: keep.with_budget(budget) for i, budget in zip(own, budgets)}
 
     def _layer(self, i: int, port: Port, constants: Sequence[Mapping[str, Tensor]] | None) -> LayerCache:
         shape, window = self.shape, self.shape.windows[i]
         facts = LayerFacts(
             i, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.scales[i],
-            windowed=window is not None,
+            windowed=window is not None, hidden=shape.hidden,
         )  # fmt: skip
         how = Prefill(shape.scales[i], window, shape.sinks[i], self.strategy.prefill.kind == "eager")
         if window is not None:
             keep = Window(tokens=max(1, window - 1))
             own = replace(self.strategy, keep=keep, read=Read(), place=Device(), encode=Encode())
             return LayerCache(own, facts, how, port, None, None, self.clock)
-        return LayerCache(self.strategy, facts, how, port, self.shared, constants[i] if constants else None, self.clock)
+        own = replace(self.strategy, keep=self._keeps[i])
+        return LayerCache(own, facts, how, port, self.shared, constants[i] if constants else None, self.clock)
 
     @property
     def rows(self) -> int:
@@ -117,6 +130,16 @@ class KVCache:
         """All layers have had a sequence's whole prompt."""
         if self.shared is not None and ids is not None:
             self.shared.register(row, ids)
+        acting = [layer for layer in self.layers if layer.read.selects]
+        states = [{name: tensor[row] for name, tensor in layer.state.items()} for layer in acting]
+        found = self.strategy.read.finish_prefill(states) if acting else {}
+        for layer in acting if found else ():
+            layer.set_state(row, found)
+
+    def expect(self, row: int, more: int) -> None:
+        """A run of ``more`` tokens of one sequence is about to come, perhaps in chunks."""
+        for layer in self.layers:
+            layer.expect(row, more)
 
     def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool = True) -> Tensor:
         """New tokens of one sequence: ``q [Hq, T, D]``, ``k, v [H, T, D]`` -> ``[T, Hq, D]``."""
@@ -129,7 +152,22 @@ class KVCache:
 
     def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One new token per sequence: ``q [B, Hq, D]``, ``k, v [B, H, D]`` -> ``[B, Hq, D]``."""
+        if layer + 1 < len(self.layers):
+            self.layers[layer + 1].read_ahead()
         return self.layers[layer].step(q, k, v)
+
+    def inputs(self, layer: int, x: Tensor, row: int | None = None) -> None:
+        """Layer ``layer``'s attention input: a run's ``[T, hidden]`` of one sequence, or a step's ``[B, hidden]``."""
+        if self.layers[layer].place.wants_inputs:
+            if row is None:
+                self.layers[layer].append_inputs(x)
+            else:
+                self.layers[layer].put_inputs(row, x)
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Some layer's store keeps the attention inputs."""
+        return self.strategy.place.wants_inputs
 
     @property
     def foresees(self) -> bool:

@@ -80,6 +80,7 @@ class LM:
             reused = cache.match_prefix(row, todo)
             todo, first = todo[reused:], reused
         size = cache.strategy.prefill.chunk or len(todo)
+        cache.expect(row, len(todo))
         logits = None
         for start in range(0, len(todo), size):
             part = todo[start : start + size]
@@ -115,6 +116,8 @@ class LM:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
             if cache.foresees:
                 cache.foresee(layer, x)
+            if cache.wants_inputs:
+                cache.inputs(layer, x[:, 0])
             return cache.step(layer, q[:, :, 0], k[:, :, 0], v[:, :, 0]).flatten(1).unsqueeze(1)
 
         return self.lean.forward(tokens.unsqueeze(1), positions, attend)
@@ -228,7 +231,7 @@ def shape_of(model: Any) -> CacheShape:
     sinks = tuple(getattr(m, "sinks", None) for m in attentions_of(model))
     return CacheShape(
         facts.layers, facts.heads, facts.kv_heads, facts.head_dim, facts.windows, facts.scales, sinks, facts.dtype,
-        facts.device,
+        facts.device, facts.hidden,
     )  # fmt: skip
 
 

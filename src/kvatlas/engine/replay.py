@@ -64,6 +64,9 @@ class RecordedPort:
             )
         return self.rope(q, (to_positions - from_positions)[0])
 
+    def recompute(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        raise UserError(f"'{self.strategy.name}' computes keys again from the model's inputs, which replay has not")
+
 
 def replay(
     spec: str | Strategy,
@@ -113,15 +116,17 @@ def replay(
     for start in range(0, prompt_len, chunk):
         stop = min(prompt_len, start + chunk)
         runs.append(layer.prefill(0, q[:, start:stop], k[:, start:stop], v[:, start:stop], final=stop == prompt_len))
+    if layer.read.selects:
+        layer.set_state(0, layer.read.finish_prefill([{n: t[0] for n, t in layer.state.items()}]))
     result = Replay(layer.kept_positions(), [], q.new_empty(total - prompt_len, heads, dim), torch.cat(runs))
     _note_scores(layer, result)
     covered, overlap = [], []
     for t in range(prompt_len, total):
-        before = layer.kept_positions()[0]
+        layer.kept_positions()  # closes the hole that an eviction left
         if hidden is not None:
             layer.foresee(hidden[t].view(1, 1, -1))
         result.output[t - prompt_len] = layer.step(q[None, :, t], k[None, :, t], v[None, :, t])[0]
-        read = _read_positions(layer, before, t)
+        read = _read_positions(layer)
         result.read.append(read)
         if diagnose:
             share, same = _diagnose(q[:, t], k[:, : t + 1], read, facts.scale)
@@ -155,13 +160,11 @@ def _check(
         raise UserError(f"w_q= must be [Hq * D, hidden], here {want}, not {list(w_q.shape)}")
 
 
-def _read_positions(layer: LayerCache, before: Tensor, now: int) -> Tensor | list[Tensor]:
-    """True positions attended in the step just taken: what was kept before and the token itself, or the selection."""
-    heads = layer.facts.kv_heads
-    if layer.selection is None:
-        return torch.cat([before, torch.full((heads, 1), now, device=before.device)], 1)
-    count = layer.selection.count[0]
-    rows = [layer.attended[0, h, : int(count[h])].sort().values for h in range(heads)]
+def _read_positions(layer: LayerCache) -> Tensor | list[Tensor]:
+    """True positions attended in the step just taken, sorted, ``[H, n]`` (a list where the heads differ in number)."""
+    rows = []
+    for h in range(layer.facts.kv_heads):
+        rows.append(torch.cat([at[0, h, : int(count[0, h])] for at, count in layer.attended]).sort().values)
     return torch.stack(rows) if len({len(r) for r in rows}) == 1 else rows
 
 

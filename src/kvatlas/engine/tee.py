@@ -59,6 +59,23 @@ class Tee:
 
     def finish_prefill(self, row: int, ids: list[int] | None = None) -> None:
         """All layers have had a sequence's whole prompt."""
+        for cache in self.caches:
+            cache.finish_prefill(row)
+
+    def expect(self, row: int, more: int) -> None:
+        """A run of ``more`` tokens of one sequence is about to come, perhaps in chunks."""
+        for cache in self.caches:
+            cache.expect(row, more)
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Some cache keeps the attention inputs."""
+        return any(cache.wants_inputs for cache in self.caches)
+
+    def inputs(self, layer: int, x: Tensor, row: int | None = None) -> None:
+        """The attention input of a run ``[T, hidden]`` to the caches that keep it."""
+        for cache in self.caches:
+            cache.inputs(layer, x, row)
 
     def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool = True) -> Tensor:
         """One sequence's whole prompt ``q [Hq, T, D]``, ``k, v [H, T, D]`` to every cache -> ``[T, Hq, D]``.

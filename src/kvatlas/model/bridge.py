@@ -38,10 +38,14 @@ class Driven(Protocol):
     @property
     def foresees(self) -> bool: ...
     @property
+    def wants_inputs(self) -> bool: ...
+    @property
     def rows(self) -> int: ...
     def begin(self, prompts: Sequence[int], reserve: int) -> None: ...
     def prefill(self, layer: int, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool) -> Tensor: ...
+    def finish_prefill(self, row: int) -> None: ...
     def foresee(self, layer: int, x: Tensor) -> None: ...
+    def inputs(self, layer: int, x: Tensor, row: int | None = None) -> None: ...
     def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def select_rows(self, rows: Tensor) -> None: ...
 
@@ -212,13 +216,25 @@ class Bridge:
                 f"({forward.seen_layers} of {len(self.attentions)}); this architecture cannot be served"
             )
         cache.columns += _size(args, kwargs)[1]
+        if forward.runs is not None and cache.rows is None:  # whoever names rows says himself when a prompt ends
+            for row in forward.rows:
+                forward.cache.finish_prefill(row)
 
     def _layer_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = _active.get()
-        if forward is None or forward.runs is not None or not forward.cache.foresees:
+        if forward is None or not (forward.cache.foresees or forward.cache.wants_inputs):
             return
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        forward.cache.foresee(self.number[id(module)], x)
+        layer, cache = self.number[id(module)], forward.cache
+        if forward.runs is None and cache.foresees:
+            cache.foresee(layer, x)
+        if not cache.wants_inputs:
+            return
+        if forward.runs is None:
+            cache.inputs(layer, x[:, 0])
+            return
+        for b, (row, run) in enumerate(zip(forward.rows, forward.runs)):
+            cache.inputs(layer, x[b, run], row)
 
 
 _bridges: WeakKeyDictionary[nn.Module, Bridge] = WeakKeyDictionary()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kvatlas.attention.tiles import Wants
+from kvatlas.errors import UserError
 
 if TYPE_CHECKING:
+    from kvatlas.attention.tiles import Packed
     from kvatlas.strategy.place.store import Store
 
 
@@ -49,6 +51,7 @@ class LayerFacts:
     device: torch.device
     scale: float
     windowed: bool = False
+    hidden: int = 0
 
     @property
     def group(self) -> int:
@@ -64,7 +67,11 @@ class Port(Protocol):
         ...
 
     def rotate(self, layer: int, q: Tensor, from_positions: Tensor, to_positions: Tensor) -> Tensor:
-        """Queries ``[B, Hq, T, D]`` turned from positions ``[B, T]`` to others."""
+        """Queries or keys ``[B, H, T, D]`` turned from positions ``[B, T]`` or ``[B, H, T]`` to others."""
+        ...
+
+    def recompute(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention input ``[B, T, hidden]`` at ``[B, T]`` -> keys and values ``[B, H, T, D]`` as attention sees them."""
         ...
 
 
@@ -73,13 +80,27 @@ class Selection:
     """Slots to attend to: ``index [B, H, n]`` int64, the first ``count [B, H]`` valid.
 
     ``scanned`` is how many bytes the choice itself had to look at. Where ``foreseen`` was chosen (and perhaps fetched)
-    ahead, ``index`` ends with its index, and what comes before is new.
+    ahead, ``index`` ends with its index, and what comes before is new. ``query_at [B]`` is the position from which
+    these keys are seen (None: the query's own); ``beside`` is a second set, seen from elsewhere.
     """
 
     index: Tensor
     count: Tensor
     scanned: int = 0
     foreseen: Selection | None = None
+    query_at: Tensor | None = None
+    beside: Selection | None = None
+
+    def parts(self) -> Iterator[Selection]:
+        """This set and the ones beside it."""
+        part: Selection | None = self
+        while part is not None:
+            yield part
+            part = part.beside
+
+    def counts(self) -> Tensor:
+        """``[B, H]`` slots attended to, of all sets."""
+        return self.count if self.beside is None else self.count + self.beside.counts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +125,8 @@ class View:
         plan: what ``Keep.plan`` said for each sequence, as ``[B]`` int64 tensors.
         weights: ``[B, Hq, n]`` float32: this step's softmax weights, or prefill's statistic. None if not asked for.
         newest: ``[B, H]`` slot of the newest token (decode only).
+        key: ``[B, H, D]`` its key, raw (decode only).
+        run: how many tokens at the end have just come (prefill only).
         selection: what was read, where not everything was.
         state: the read rule's tensors, one row per sequence.
         keys: decoded keys ``[B, H, n, D]`` (for oracles; costs a full read).
@@ -119,6 +142,8 @@ class View:
     plan: Mapping[str, Tensor]
     weights: Tensor | None = None
     newest: Tensor | None = None
+    key: Tensor | None = None
+    run: int = 0
     selection: Selection | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     keys: Callable[[], Tensor] | None = None
@@ -187,6 +212,10 @@ class Keep(Answer):
         """True when generated tokens are added without limit."""
         return True
 
+    def with_budget(self, budget: float) -> Keep:
+        """This rule with another budget, for one layer of a cache whose layers differ."""
+        return replace(self, budget=budget)
+
     def wants(self) -> Wants | None:
         """Statistic asked of prefill attention; not None also asks for each decode step's weights."""
         return None
@@ -231,8 +260,19 @@ class Read(Answer):
         """What this rule scores with, for each slot."""
         return ()
 
-    def state_bytes(self, facts: LayerFacts) -> int:
-        """Bytes of the state that ``observe_prefill`` gives, of one sequence."""
+    def wants(self) -> Wants | None:
+        """Statistic asked of prefill attention; ``settle`` finds it in ``view.weights``."""
+        return None
+
+    def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
+        """State of a sequence that holds nothing yet, in a store of ``slots`` slots (tensors without a batch dimension).
+
+        A store that grows asks again; what was there moves to the front of the larger tensors.
+        """
+        return {}
+
+    def state_bytes(self, facts: LayerFacts, slots: int) -> int:
+        """Bytes of all state of one sequence, in a store of ``slots`` slots."""
         return 0
 
     def limit(self, length: int) -> int:
@@ -243,9 +283,17 @@ class Read(Answer):
         """What ``calibrate`` depends on: readers that agree in it share the constants."""
         return self
 
+    def calibration_text(self) -> str | None:
+        """The text to calibrate on. None: the model's."""
+        return None
+
     def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> constants."""
         return {}
+
+    def finish_calibration(self, found: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The constants of every layer, once all are there."""
+        return found
 
     def observe_prefill(
         self, facts: LayerFacts, constants: Mapping[str, Tensor], q: Tensor, k: Tensor, so_far: Mapping[str, Tensor]
@@ -259,6 +307,21 @@ class Read(Answer):
     def fresh(self, constants: Mapping[str, Tensor], state: Mapping[str, Tensor], k: Tensor) -> dict[str, Tensor]:
         """Columns of new keys ``[B, H, n, D]``."""
         return {}
+
+    def settle(self, view: View) -> None:
+        """A sequence's prompt (or a later turn) has been stored: bring its state up to date, in place. B = 1."""
+
+    def finish_prefill(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """All layers have had a sequence's whole prompt: their states -> what each of them is to know."""
+        return {}
+
+    def turned(self, view: View) -> Tensor | None:
+        """Slots ``[B, H, m]`` (-1 for none) whose keys are from now on held as if at position 0."""
+        return None
+
+    def spans(self, view: View) -> tuple[Span, ...] | None:
+        """Slot ranges that are seen from another position where everything is read."""
+        return None
 
     def foresee(
         self, view: View, constants: Mapping[str, Tensor], port: Port, x: Tensor, positions: Tensor
@@ -275,8 +338,40 @@ class Read(Answer):
 class Encode(Answer):
     """In what form keys and values are stored. The base class stores them raw."""
 
+    positions: ClassVar[bool] = False
+    """``decode`` needs the true positions, as ``values["pos"]``."""
+    calibrates: ClassVar[bool] = False
+
     def words(self) -> str:
         return "raw"
+
+    def calibration(self) -> object:
+        """What ``calibrate`` depends on: encoders that agree in it share the constants."""
+        return self
+
+    def calibrate(
+        self, facts: LayerFacts, q: Tensor, k: Tensor, v: Tensor, grad_k: Tensor | None, grad_v: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Once a model: queries, keys and values ``[H, N, D]`` of a calibration text -> constants of the layer.
+
+        ``grad_k, grad_v [H, n, D]`` are the loss's gradients, n being at most N; None where they cannot be had.
+        """
+        return {}
+
+    def bind(self, facts: LayerFacts, port: Port, constants: Mapping[str, Tensor], state: dict[str, Tensor]) -> Encode:
+        """The encoder of one layer, which may use the layer's constants and the sequences' state."""
+        return self
+
+    def begin(self, facts: LayerFacts) -> dict[str, Tensor]:
+        """State of a sequence that holds nothing yet (tensors without a batch dimension)."""
+        return {}
+
+    def note(self, state: Mapping[str, Tensor], k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """A prompt's raw keys and values ``[H, T, D]`` at ``[T]``, before they are encoded: into its state, in place."""
+
+    def of_row(self, row: int) -> Encode:
+        """The same for stores that hold only sequence ``row``, as a batch of one."""
+        return self
 
     def columns(self, head_dim: int, dtype: torch.dtype) -> tuple[Column, ...]:
         return (Column("k", (head_dim,), dtype, "payload"), Column("v", (head_dim,), dtype, "payload"))
@@ -289,10 +384,18 @@ class Encode(Answer):
         """Payload columns -> keys and values."""
         return values["k"], values["v"]
 
+    def packed(self, values: Mapping[str, Tensor]) -> Packed | None:
+        """The same columns for the fused kernels. None: there is no fused form."""
+        return None
+
     @property
     def raw(self) -> bool:
         """Stored values can be attended to in place."""
         return type(self) is Encode
+
+    def needs(self, columns: Sequence[Column]) -> list[str]:
+        """Names of the columns that ``decode`` reads."""
+        return [c.name for c in columns if c.kind == "payload" or (c.name == "pos" and self.positions)]
 
 
 class Shared:
@@ -327,7 +430,9 @@ class Transfers:
 class Place(Answer):
     """Where the bytes live."""
 
-    tier: ClassVar[Literal["device", "host"]] = "device"
+    tier: ClassVar[Literal["device", "host", "disk"]] = "device"
+    wants_inputs: ClassVar[bool] = False
+    """The stores keep the layers' attention inputs, to compute keys and values again."""
 
     def shared(self, layers: int) -> Shared | None:
         """What the layers of one cache have in common (a block table, a link to the host). None = nothing."""
@@ -335,6 +440,21 @@ class Place(Answer):
 
     def store(self, layout: Layout, shared: Shared | None) -> Store:
         raise NotImplementedError
+
+    archives: ClassVar[bool] = False
+    """What the keep rule evicts goes to an archive, from which the read rule chooses; what is kept is read anyway."""
+
+    def archive(self, layout: Layout, shared: Shared | None) -> Store:
+        """A store for what the keep rule evicts, where the place archives."""
+        raise NotImplementedError
+
+    def archive_encode(self) -> Encode | None:
+        """In what form the archive holds it, when what is kept is raw. None: as it was kept."""
+        return None
+
+    def archive_bytes(self, layout: Layout) -> int:
+        """Bytes of an archive's columns in closed form, all tiers."""
+        return layout.rows * layout.kv_heads * layout.capacity * layout.slot_bytes()
 
     def bytes_held(self, layout: Layout) -> int:
         """Bytes of a store's columns in closed form, all tiers."""
@@ -350,7 +470,7 @@ class Layout:
     """What a store has to hold.
 
     ``capacity`` is its slots per sequence at the start; ``limit`` gives the most tokens that a selection may fetch of
-    so many (None: nothing selects).
+    so many (None: nothing selects); ``hidden`` is the width of the attention inputs that it keeps (0: none).
     """
 
     columns: tuple[Column, ...]
@@ -362,6 +482,7 @@ class Layout:
     capacity: int
     device: torch.device
     limit: Callable[[int], int] | None = None
+    hidden: int = 0
 
     def slot_bytes(self, kind: str | None = None) -> int:
         """Bytes of one slot of one KV head: of all columns, or of those of a kind."""
@@ -383,6 +504,31 @@ class PrefillMode:
 
 
 @dataclass(frozen=True)
+class LayerShares:
+    """How a keep rule's budget is divided among the layers it works in; the total stays the same.
+
+    ``pyramid`` falls evenly from the first layer's ``2 - 1/steepness`` to the last one's ``1/steepness`` times the
+    mean (PyramidKV, 2024, section 4.2). ``weights`` are the user's own, one a layer.
+    """
+
+    weights: tuple[float, ...] | None = None
+    steepness: float = 20.0
+
+    def shares(self, layers: int) -> list[float]:
+        """One factor a layer, 1 on average.
+
+        Raises:
+            UserError: when there are not as many weights as layers.
+        """
+        if self.weights is None:
+            low, high = 1 / self.steepness, 2 - 1 / self.steepness
+            return [high + (low - high) * i / max(1, layers - 1) for i in range(layers)] if layers > 1 else [1.0]
+        if len(self.weights) != layers:
+            raise UserError(f"layers= gives {len(self.weights)} weights, and the rule works in {layers} layers")
+        return [w * layers / sum(self.weights) for w in self.weights]
+
+
+@dataclass(frozen=True)
 class Strategy:
     """Four answers and the name they were asked by."""
 
@@ -392,6 +538,7 @@ class Strategy:
     place: Place
     encode: Encode
     prefill: PrefillMode = PrefillMode()
+    layers: LayerShares | None = None
 
     def lossless(self) -> bool:
         """True when it gives ``full``'s tokens in float32."""

@@ -49,3 +49,24 @@ def resolve_all(budget: float, lengths: Tensor) -> Tensor:
     if budget == -1.0 or budget > 1:
         return lengths.clamp(max=1 if budget == -1.0 else int(budget))
     return (lengths.double() * budget + 1e-9).long().clamp(min=1).minimum(lengths)
+
+
+def divide_budget(budget: float, shares: list[float]) -> list[float]:
+    """A budget for each share (1 on average), the total unchanged: what a layer cannot use goes to the others.
+
+    Tokens stay whole and at least one, so their total holds within rounding.
+    """
+    if budget == 1.0:
+        return [budget for _ in shares]
+    if not 0 < budget < 1:
+        tokens = [max(1, round((1 if budget == -1.0 else budget) * share)) for share in shares]
+        return [-1.0 if n == 1 else float(n) for n in tokens]
+    full: set[int] = set()
+    while True:
+        left = budget * len(shares) - len(full)
+        weight = sum(share for i, share in enumerate(shares) if i not in full)
+        given = [1.0 if i in full else left * share / weight for i, share in enumerate(shares)]
+        more = {i for i, value in enumerate(given) if value >= 1.0} - full
+        if not more:
+            return given
+        full |= more

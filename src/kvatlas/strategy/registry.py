@@ -30,7 +30,8 @@ class Preset:
     """A name for the answers it gives; the questions it leaves out keep their defaults.
 
     ``budget`` says which answer takes the spec's leading number (by default the first of keep and read it answers);
-    ``names`` gives parameters another name than their field's: ``{"pool": ("keep", "budget")}``.
+    ``names`` gives parameters another name than their field's: ``{"pool": ("keep", "budget")}``. Answers to the
+    questions in ``yields`` give way to those of another part of a spec, unless the user set one of their parameters.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Preset:
     summary: str
     budget: Question | None = None
     names: Mapping[str, tuple[Question, str]] = field(default_factory=dict)
+    yields: tuple[Question, ...] = ()
 
     @property
     def budgeted(self) -> Question | None:

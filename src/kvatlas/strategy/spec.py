@@ -1,6 +1,7 @@
 """The spec language: ``name``, ``name:0.3``, ``name:key=value,key=value``, and ``+`` to combine answers.
 
-``prefill=flash|eager|chunked:N|chunked-isolated:N`` and ``evict=chunk`` go with any strategy.
+``prefill=flash|eager|chunked:N|chunked-isolated:N``, ``evict=chunk`` and ``layers=pyramid`` (or weights, one a layer:
+``layers=3/2/1``) go with any strategy.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from kvatlas.errors import UserError, nearest
-from kvatlas.strategy.answers import Encode, Keep, PrefillMode, Read, Strategy
+from kvatlas.strategy.answers import Encode, Keep, LayerShares, PrefillMode, Read, Strategy
 from kvatlas.strategy.budget import format_budget, parse_budget
 from kvatlas.strategy.place.device import Device
 from kvatlas.strategy.registry import Parameter, Preset, Question, find
 
-COMMON = ("prefill", "evict")
+COMMON = ("prefill", "evict", "layers")
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,59 @@ def parse(spec: str | Strategy) -> Strategy:
     if not spec.strip():
         raise UserError("empty strategy: write a name such as 'full' or 'h2o:0.3'")
     parts = [_parse_part(text.strip()) for text in spec.split("+")]
-    answers: dict[Question, tuple[str, Any]] = {}
-    for part in parts:
-        for question, answer in _answers(part).items():
-            if question in answers:
-                raise UserError(
-                    f"'{spec}': {answers[question][0]} and {part.preset.name} both answer '{question}'; keep one"
-                )
-            answers[question] = (part.preset.name, answer)
+    answers = _combined(spec, parts)
     defaults: dict[Question, Any] = {"keep": Keep(), "read": Read(), "place": Device(), "encode": Encode()}
     chosen: dict[str, Any] = {q: answers[q][1] if q in answers else default for q, default in defaults.items()}
-    prefill = _prefill(_common(spec, parts))
-    strategy = Strategy(name="+".join(_format(part) for part in parts), prefill=prefill, **chosen)
+    common = _common(spec, parts)
+    name = "+".join(_format(part) for part in parts)
+    strategy = Strategy(name=name, prefill=_prefill(common), layers=_layers(common, chosen["keep"]), **chosen)
     for answer in chosen.values():
         answer.check(strategy)
+    if strategy.keep.wants() is not None and strategy.read.wants() not in (None, strategy.keep.wants()):
+        raise UserError(
+            f"'{spec}': its keep rule and its read rule ask prefill attention for different statistics; keep one"
+        )
     return strategy
+
+
+def _combined(spec: str, parts: list[Part]) -> dict[Question, tuple[str, Any]]:
+    """The answers of all parts; those that yield give way."""
+    answers: dict[Question, tuple[str, Any]] = {}
+    given = [(part, question, answer) for part in parts for question, answer in _answers(part).items()]
+    for part, question, answer in sorted(given, key=lambda entry: _yields(*entry[:2])):
+        if question in answers:
+            if _yields(part, question):
+                continue
+            raise UserError(
+                f"'{spec}': {answers[question][0]} and {part.preset.name} both answer '{question}'; keep one"
+            )
+        answers[question] = (part.preset.name, answer)
+    return answers
+
+
+def _yields(part: Part, question: Question) -> bool:
+    """An answer that the user said nothing about gives way, where its preset lets it."""
+    parameters = part.preset.parameters()
+    mine = any(parameters[key].question == question for key in part.values)
+    budgeted = part.budget is not None and part.preset.budgeted == question
+    return question in part.preset.yields and not mine and not budgeted
+
+
+def _layers(common: dict[str, str], keep: Keep) -> LayerShares | None:
+    text = common.get("layers")
+    if text is None:
+        return None
+    if not keep.evicts:
+        raise UserError(f"layers={text} divides a keep rule's budget among the layers, and nothing is evicted here")
+    if text == "pyramid":
+        return LayerShares()
+    try:
+        weights = tuple(float(w) for w in text.split("/"))
+    except ValueError:
+        weights = ()
+    if not weights or not all(0 < w < float("inf") for w in weights):
+        raise UserError(f"layers={text}: write layers=pyramid, or weights above 0, one a layer: layers=3/2/1")
+    return LayerShares(weights)
 
 
 def _common(spec: str, parts: list[Part]) -> dict[str, str]:

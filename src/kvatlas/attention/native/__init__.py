@@ -2,7 +2,6 @@
 
 from kvatlas.attention.native.build import available, note_once, why
 from kvatlas.attention.native.ops import (
-    append_kv,
     column_mass,
     decode_attend,
     decode_attend_paged,
@@ -11,7 +10,6 @@ from kvatlas.attention.native.ops import (
 )
 
 __all__ = [
-    "append_kv",
     "available",
     "column_mass",
     "decode_attend",

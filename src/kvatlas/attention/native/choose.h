@@ -1,7 +1,6 @@
 // What a reader that chooses tokens does at every step: speculated scores on a few columns, and the best of a row.
 #pragma once
 #include <algorithm>
-#include <functional>
 #include <vector>
 
 #include "parallel.h"
@@ -72,22 +71,81 @@ template <class T> static void speculate(const Speculation& c, int64_t threads) 
     for_each(threads, c.batch * c.heads, [&](int64_t row) { speculate_head<T>(c, row); });
 }
 
-// index [rows, width]: the count[r] best of rank [rows, n] in ascending order, which lets a fetch run through memory;
-// ties go to the lower slot. The rest is 0.
+// Floats and whole numbers in the same order, so that a search by halves passes every float once.
+static inline float float_at(int32_t place) {
+    uint32_t bits = place >= 0 ? place : place ^ 0x7fffffff;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+static inline int32_t place_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits >= 0 ? bits : bits ^ 0x7fffffff;
+}
+
+static inline int64_t count_from(const float* x, int64_t n, float least) {
+    Ints below{};  // true is -1
+    int64_t i = 0, count = 0;
+    for (; i + LANES <= n; i += LANES) below += load(x + i) >= least;
+    for (; i < n; i++) count += x[i] >= least;
+    for (int j = 0; j < LANES; j++) count -= below[j];
+    return count;
+}
+
+static inline float largest_of(const float* x, int64_t n) {
+    Floats top = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) top = maximum(load(x + i), top);
+    float best = largest(top);
+    for (; i < n; i++) best = std::max(best, x[i]);
+    return best;
+}
+
+struct Threshold {
+    float least;
+    int64_t reached;  // how many of x are no less
+};
+
+// A float that exactly `best` of x reach or, where ties forbid that, the largest one that more reach.
+static Threshold threshold(const float* x, int64_t n, int64_t best) {
+    int64_t low = place_of(-INFINITY), high = int64_t(place_of(largest_of(x, n))) + 1, reached = n;
+    while (reached != best && high - low > 1) {  // enough reach low, too few reach high
+        int64_t middle = low + (high - low) / 2, count = count_from(x, n, float_at(middle));
+        if (count >= best)
+            low = middle, reached = count;
+        else
+            high = middle;
+    }
+    return {float_at(low), reached};
+}
+
+// The places of the `best` largest of x in ascending order; of a tie the first. Without branches: they would be guessed
+// wrong. Returns how many it found.
+static int64_t places(const float* x, int64_t n, int64_t best, int64_t* to) {
+    auto [least, reached] = threshold(x, n, best);
+    int64_t at = 0;
+    if (reached == best) {
+        for (int64_t i = 0; i < n && at < best; i++) to[at] = i, at += x[i] >= least;
+        return at;
+    }
+    int64_t ties = best - std::count_if(x, x + n, [bar = least](float y) { return y > bar; });
+    for (int64_t i = 0; i < n && at < best; i++) {
+        to[at] = i;
+        at += (x[i] > least) | ((x[i] == least) & (ties > 0));
+        ties -= x[i] == least;
+    }
+    return at;
+}
+
+// index [rows, width]: the count[r] best of rank [rows, n] in ascending order, which lets a fetch run through memory.
+// The rest is 0.
 static void choose(const float* rank, const int64_t* count, int64_t* index, int64_t rows, int64_t n, int64_t width,
                    int64_t threads) {
     for_each(threads, rows, [&](int64_t r) {
-        const float* mine = rank + r * n;
-        int64_t best = std::min(count[r], n), at = 0;
-        if (best > 0) {
-            std::vector<float> sorted(mine, mine + n);
-            std::nth_element(sorted.begin(), sorted.begin() + (best - 1), sorted.end(), std::greater<float>());
-            float least = sorted[best - 1];
-            int64_t ties = best - std::count_if(mine, mine + n, [&](float x) { return x > least; });
-            for (int64_t i = 0; i < n && at < best; i++)
-                if (mine[i] > least || (mine[i] == least && ties-- > 0)) index[r * width + at++] = i;
-        }
-        for (; at < width; at++) index[r * width + at] = 0;
+        int64_t *to = index + r * width, best = std::min({count[r], n, width});
+        int64_t found = best > 0 ? places(rank + r * n, n, best, to) : 0;
+        std::fill(to + found, to + width, 0);
     });
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvatlas.attention.native.ops import call, strides, threads
+from kvatlas.attention.native.ops import DTYPES, call, strides, threads
 
 COMBINE = {"mean": 0, "max": 1, "sum": 2}
 
@@ -46,6 +46,39 @@ def speculate(
         threads(rank.nbytes * group),
     )
     return rank, near
+
+
+def bound_scores(q: Tensor, low: Tensor, high: Tensor, pages: Tensor, combine: str) -> Tensor:
+    """Combined best possible scores of queries q [B, H, G, D] on pages of keys bounded by low, high [B, H, P, D].
+
+    All of one dtype, bounds contiguous in D, D a multiple of 8; pages [B, H] int64 is how many count. Returns
+    [B, H, P] float32, -inf past them.
+    """
+    batch, heads, group, dim = q.shape
+    n = low.shape[2]
+    q, pages = q.contiguous(), pages.contiguous()
+    assert q.dtype == low.dtype == high.dtype and q.dtype in DTYPES and dim % 8 == 0
+    assert low.shape == high.shape == (batch, heads, n, dim) and low.stride(3) == high.stride(3) == 1
+    assert pages.dtype == torch.int64 and pages.shape == (batch, heads)
+    rank = torch.empty(batch, heads, n, dtype=torch.float32)
+    call(
+        "kvatlas_bounds",
+        q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        low.data_ptr(),
+        high.data_ptr(),
+        pages.data_ptr(),
+        rank.data_ptr(),
+        batch,
+        heads,
+        group,
+        dim,
+        n,
+        strides(*low.stride()[:3], *high.stride()[:3]),
+        COMBINE[combine],
+        threads(2 * rank.numel() * dim * low.element_size()),
+    )
+    return rank
 
 
 def choose(rank: Tensor, count: Tensor, width: int) -> Tensor:

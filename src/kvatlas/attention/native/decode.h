@@ -70,7 +70,9 @@ struct Partial {
     float *top, *sum, *values;
 };
 
-template <class T> struct Decode {
+// T: what rows are made of; O: queries and output.
+template <class T, class O = T> struct Decode {
+    using Stored = T;
     static constexpr int H = HALVES<T>;
     Row row;
     int group;
@@ -158,20 +160,27 @@ template <class T> struct Decode {
         to.top[j] = top;
     }
 
-    // One piece: keys first .. end-1. `probs` (or null) receives the raw scores, `width` apart per query.
-    void piece(const Source& source, const float* q, int64_t first, int64_t end, Partial to, float* probs) const {
-        float score[group * BLOCK];
+    void clear(Partial& to) const {
         std::fill_n(to.top, group, -INFINITY);
         std::fill_n(to.sum, group, 0.0f);
         std::fill_n(to.values, group * values_size(), 0.0f);
+    }
+
+    void keep_scores(const Block& block, const float* score, int64_t first, float* probs) const {
+        for (int j = 0; j < group; j++) std::copy_n(score + j * BLOCK, block.count, probs + j * width + first);
+    }
+
+    // One piece: keys first .. end-1. `probs` (or null) receives the raw scores, `width` apart per query.
+    void piece(const Source& source, const float* q, int64_t first, int64_t end, Partial to, float* probs) const {
+        float score[group * BLOCK];
+        clear(to);
         Block blocks[2];
         blocks[0].find(source, first, end);
         for (int turn = 0; first < end; first += BLOCK, turn ^= 1) {
             const Block &block = blocks[turn], &next = blocks[turn ^ 1];
             blocks[turn ^ 1].find(source, first + BLOCK, end);
             score_block(block, next, q, score);
-            if (probs)
-                for (int j = 0; j < group; j++) std::copy_n(score + j * BLOCK, block.count, probs + j * width + first);
+            if (probs) keep_scores(block, score, first, probs);
             for (int j = 0; j < group; j++) soften(j, score + j * BLOCK, to);
             for (int a = 0; a < next.count; a++) prefetch_row(next.v[a], row.padded());
             weigh_all(block, score, to.values);
@@ -179,7 +188,7 @@ template <class T> struct Decode {
     }
 
     // Pieces of one row, `pieces` in order at `from`, become its output [group, dim] and log-sum-exp [group].
-    void merge(float* from, int64_t pieces, T* out, float* lse) const {
+    void merge(float* from, int64_t pieces, O* out, float* lse) const {
         for (int j = 0; j < group; j++) {
             float top = -INFINITY, sum = 0;
             float values[values_size()];
@@ -207,8 +216,8 @@ template <class T> struct Decode {
         }
     }
 
-    void empty(T* out, float* lse, float* probs) const {
-        std::memset((void*)out, 0, sizeof(T) * group * dim);
+    void empty(O* out, float* lse, float* probs) const {
+        std::memset((void*)out, 0, sizeof(O) * group * dim);
         std::fill_n(lse, group, -INFINITY);
         if (probs) std::fill_n(probs, group * width, 0.0f);
     }
@@ -219,8 +228,8 @@ struct Piece {
 };
 
 // `source(row)` says where the keys of row = sequence * heads + head are, `length(row)` how many.
-template <class T, class Where, class Length>
-static void decode(const Decode<T>& d, int64_t rows, const T* q, T* out, float* lse, float* probs, int64_t threads,
+template <class D, class O, class Where, class Length>
+static void decode(const D& d, int64_t rows, const O* q, O* out, float* lse, float* probs, int64_t threads,
                    Where source, Length length) {
     std::vector<Piece> pieces;
     std::vector<int64_t> first_piece, left;
@@ -239,7 +248,8 @@ static void decode(const Decode<T>& d, int64_t rows, const T* q, T* out, float* 
         float* row_probs = probs ? probs + r * d.group * d.width : nullptr;
         alignas(64) float queries[d.group * d.values_size()];
         std::fill_n(queries, d.group * d.values_size(), 0.0f);
-        for (int j = 0; j < d.group; j++) spread(q + (r * d.group + j) * d.dim, d.dim, queries + j * d.values_size());
+        for (int j = 0; j < d.group; j++)
+            spread<typename D::Stored>(q + (r * d.group + j) * d.dim, d.dim, queries + j * d.values_size());
         d.piece(source(r), queries, piece.first, piece.end, d.partial(&partials[i * d.partial_size()]), row_probs);
         if (__atomic_sub_fetch(&left[r], 1, __ATOMIC_ACQ_REL)) return;
         d.merge(&partials[first_piece[r] * d.partial_size()], count, out + r * d.group * d.dim, lse + r * d.group);

@@ -51,7 +51,7 @@ template <class T> static inline int64_t spread_place(int64_t d) {  // where ele
     return HALVES<T> == 1 ? d : (d / (2 * LANES) * 2 + d % 2) * LANES + d % (2 * LANES) / 2;
 }
 
-template <class T> static inline void spread(const T* from, int64_t dim, float* to) {
+template <class T, class From> static inline void spread(const From* from, int64_t dim, float* to) {
     for (int64_t d = 0; d < dim; d++) to[spread_place<T>(d)] = to_float(from[d]);
 }
 

@@ -1,8 +1,10 @@
 // The C interface: plain pointers, strides in elements, sizes as int64. ops.py is its only caller and checks shapes.
+#include "bounds.h"
 #include "choose.h"
 #include "decode.h"
 #include "linear.h"
 #include "mass.h"
+#include "packed.h"
 #include "small.h"
 
 template <class T>
@@ -30,6 +32,23 @@ static void paged_call(const T* q, const T* k, const T* v, T* out, float* lse, f
         int64_t b = r / heads, h = r % heads;
         return Source{(const char*)(k + h * stride[1]), (const char*)(v + h * stride[4]), stride[2] * size,
                       stride[5] * size, nullptr, table + b * table_width, page, stride[0] * size, stride[3] * size};
+    };
+    decode(d, batch * heads, q, out, lse, probs, threads, source, [&](int64_t r) { return lengths[r]; });
+}
+
+template <class T>
+static void packed_call(const T* q, const char* k, const char* k_scale, const char* v, const char* v_scale, T* out,
+                        float* lse, float* probs, int64_t batch, int64_t heads, int64_t group, const Packing& packing,
+                        const int64_t* stride, const int64_t* lengths, const int64_t* index, int64_t index_width,
+                        int64_t width, float scale, int64_t threads) {
+    PackedDecode<T> d({Row(packing.dim * 4), int(group), packing.dim, width, scale * LOG2E}, packing);
+    auto side = [&](const char* codes, const char* scales, const int64_t* step, int64_t b, int64_t h) {
+        return Side{codes + b * step[0] + h * step[1], scales + (b * step[3] + h * step[4]) * 2, step[2], step[5] * 2};
+    };
+    auto source = [&](int64_t r) {
+        int64_t b = r / heads, h = r % heads;
+        return PackedSource{side(k, k_scale, stride, b, h), side(v, v_scale, stride + 6, b, h),
+                            index ? index + r * index_width : nullptr};
     };
     decode(d, batch * heads, q, out, lse, probs, threads, source, [&](int64_t r) { return lengths[r]; });
 }
@@ -73,6 +92,28 @@ void kvatlas_decode_paged(int64_t half, const void* q, const void* k, const void
     half ? call(bf16{}) : call(float{});
 }
 
+// bits and span: of the codes, and elements per scale. stride: k, k_scale, v, v_scale (b, h, slot each).
+void kvatlas_decode_packed(int64_t half, const void* q, const void* k, const void* k_scale, const void* v,
+                           const void* v_scale, void* out, float* lse, float* probs, int64_t batch, int64_t heads,
+                           int64_t group, int64_t dim, int64_t bits, int64_t span, const int64_t* stride,
+                           const int64_t* lengths, const int64_t* index, int64_t index_width, int64_t width,
+                           float scale, int64_t threads) {
+    Packing packing(dim, bits, span);
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        packed_call<T>((const T*)q, (const char*)k, (const char*)k_scale, (const char*)v, (const char*)v_scale, (T*)out,
+                       lse, probs, batch, heads, group, packing, stride, lengths, index, index_width, width, scale,
+                       threads);
+    };
+    half ? call(bf16{}) : call(float{});
+}
+
+void kvatlas_quantise(int64_t half, const void* x, void* codes, void* scales, int64_t rows, int64_t dim, int64_t bits,
+                      int64_t span, int64_t threads) {
+    Quantise call{(const char*)x, (uint8_t*)codes, (uint16_t*)scales, rows, Packing(dim, bits, span)};
+    half ? quantise<bf16>(call, threads) : quantise<float>(call, threads);
+}
+
 // stride: q head, q row, k head, k row.
 void kvatlas_column_mass(int64_t half, const void* q, const void* k, const float* lse, float* mass, int64_t heads,
                          int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, const int64_t* stride,
@@ -96,22 +137,6 @@ void kvatlas_linear(int64_t half, const void* x, const void* w, void* y, int64_t
     half ? linear<bf16>(call, (bf16*)y, threads) : linear<float>(call, (float*)y, threads);
 }
 
-// k, v [B, H, dim] and pos [B] into columns [B, H, capacity, dim] and [B, H, capacity] at slots [B, H].
-// stride: k store (b, h, slot), v store (b, h, slot), k (b, h), v (b, h), pos store (b, h).
-void kvatlas_append(void* k_store, void* v_store, int32_t* pos_store, const void* k, const void* v,
-                    const int32_t* pos, const int64_t* slots, int64_t batch, int64_t heads, int64_t row_bytes,
-                    int64_t size, const int64_t* stride) {
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t slot = slots[b * heads + h];
-            memcpy((char*)k_store + (b * stride[0] + h * stride[1] + slot * stride[2]) * size,
-                   (const char*)k + (b * stride[6] + h * stride[7]) * size, row_bytes);
-            memcpy((char*)v_store + (b * stride[3] + h * stride[4] + slot * stride[5]) * size,
-                   (const char*)v + (b * stride[8] + h * stride[9]) * size, row_bytes);
-            pos_store[b * stride[10] + h * stride[11] + slot] = pos[b];
-        }
-}
-
 void kvatlas_rms_norm(int64_t half, const void* x, const void* weight, void* y, int64_t rows, int64_t n, float eps) {
     half ? rms_norm((const bf16*)x, (const bf16*)weight, (bf16*)y, rows, n, eps)
          : rms_norm((const float*)x, (const float*)weight, (float*)y, rows, n, eps);
@@ -131,6 +156,18 @@ void kvatlas_speculate(int64_t half, const void* q, const void* keys, const int6
     Speculation call{(const char*)q, (const char*)keys, {stride[0] * size, stride[1] * size, stride[2] * size},
                      lengths, hole, batch, heads, group, dim, n, scale, alpha, combine, rank, near};
     half ? speculate<bf16>(call, threads) : speculate<float>(call, threads);
+}
+
+// stride: low (b, h, page), high (b, h, page).
+void kvatlas_bounds(int64_t half, const void* q, const void* low, const void* high, const int64_t* pages, float* rank,
+                    int64_t batch, int64_t heads, int64_t group, int64_t dim, int64_t n, const int64_t* stride,
+                    int64_t combine, int64_t threads) {
+    int64_t size = half ? 2 : 4;
+    Bounds call{(const char*)q, (const char*)low, (const char*)high,
+                {stride[0] * size, stride[1] * size, stride[2] * size},
+                {stride[3] * size, stride[4] * size, stride[5] * size},
+                pages, batch, heads, group, dim, n, combine, rank};
+    half ? bounds<bf16>(call, threads) : bounds<float>(call, threads);
 }
 
 void kvatlas_choose(const float* rank, const int64_t* count, int64_t* index, int64_t rows, int64_t n, int64_t width,

@@ -36,7 +36,7 @@ template <class Task> static void for_row_groups(const LinearCall& c, int64_t ro
 template <class T> static void linear(const LinearCall& c, T* y, int64_t threads) {
     Row row(c.k * sizeof(T));
     std::vector<float> x(c.m * spread_size<T>(row));
-    for (int64_t j = 0; j < c.m; j++) spread((const T*)c.x + j * c.k, c.k, &x[j * spread_size<T>(row)]);
+    for (int64_t j = 0; j < c.m; j++) spread<T>((const T*)c.x + j * c.k, c.k, &x[j * spread_size<T>(row)]);
     for_row_groups(c, c.k * sizeof(T), threads, [&](int64_t first, int64_t end) {
         for (; first < end; first += LANES) linear_rows<T>(c, row, x.data(), first, y);
     });

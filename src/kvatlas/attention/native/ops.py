@@ -27,10 +27,12 @@ ALONE = 1 << 17
 SIGNATURES = {
     "kvatlas_decode": "i pppp pp iiii p pp i i f i",
     "kvatlas_decode_paged": "i pppp pp iiiii p pi p i f i",
+    "kvatlas_decode_packed": "i ppppp ppp iiiiii p pp i i f i",
+    "kvatlas_quantise": "i ppp iiii i",
     "kvatlas_column_mass": "i pppp iiiii p iii f i",
     "kvatlas_linear": "i ppp iii i",
-    "kvatlas_append": "ppp ppp p iiii p",
     "kvatlas_speculate": "i pp pp pp iiiii p ff i i",
+    "kvatlas_bounds": "i ppp pp iiiii p i i",
     "kvatlas_choose": "ppp iii i",
     "kvatlas_copy_rows": "ppp iiii p i",
     "kvatlas_rms_norm": "i ppp ii f",
@@ -202,39 +204,6 @@ def decode_attend_paged(
         threads(sizes[0] * sizes[1] * table.shape[1] * k_pool.shape[2] * sizes[3] * 2 * k_pool.element_size()),
     )
     return out, lse, weights
-
-
-def append_kv(
-    k_store: Tensor, v_store: Tensor, pos_store: Tensor, k: Tensor, v: Tensor, pos: Tensor, slots: Tensor
-) -> None:
-    """Write one token per sequence and KV head into its slot, in place.
-
-    k_store, v_store [B, H, capacity, D] and pos_store [B, H, capacity] int32, the last dimension contiguous;
-    k, v [B, H, D] of the stores' dtype; pos [B] int32; slots [B, H] int64, contiguous.
-    """
-    batch, heads, _, dim = k_store.shape
-    assert k.dtype == v.dtype == k_store.dtype == v_store.dtype and k.shape == v.shape == (batch, heads, dim)
-    assert k_store.shape == v_store.shape and k_store.stride(3) == v_store.stride(3) == k.stride(2) == v.stride(2) == 1
-    assert pos_store.dtype == pos.dtype == torch.int32 and pos_store.stride(2) == 1 and pos.shape == (batch,)
-    assert slots.dtype == torch.int64 and slots.shape == (batch, heads) and slots.is_contiguous()
-    size = k.element_size()
-    call(
-        "kvatlas_append",
-        k_store.data_ptr(),
-        v_store.data_ptr(),
-        pos_store.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        pos.contiguous().data_ptr(),
-        slots.data_ptr(),
-        batch,
-        heads,
-        dim * size,
-        size,
-        strides(
-            *k_store.stride()[:3], *v_store.stride()[:3], *k.stride()[:2], *v.stride()[:2], *pos_store.stride()[:2]
-        ),
-    )
 
 
 def column_mass(

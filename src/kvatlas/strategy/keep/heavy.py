@@ -57,6 +57,11 @@ class HeavyHitters(Ranked):
     def lossless(self) -> bool:
         return self.budget == 1.0 and self.heavy is None
 
+    def with_budget(self, budget: float) -> HeavyHitters:
+        if self.heavy is not None:
+            raise UserError("h2o: layers= divides a budget among the layers; give one instead of heavy= and recent=")
+        return replace(self, budget=budget)
+
     def grows(self) -> bool:
         return self.lossless()
 

@@ -84,7 +84,7 @@ class BlockTable(Shared):
         partial = grows & (self._lengths % self.block > 0)
         if partial.any():
             rows = np.nonzero(partial)[0]
-            self._own(rows[self.refs[self.table[rows, last[rows]]] > 1], last)
+            self.own(rows, last[rows])
         want = -(-lengths // self.block)
         self._widen(int(want.max(initial=0)))
         short = want - self.owned
@@ -97,25 +97,35 @@ class BlockTable(Shared):
             self._device = None
         self._lengths = lengths.copy()
 
-    def _own(self, rows: np.ndarray, last: np.ndarray) -> None:
-        """Give each of ``rows`` a copy of its last block, except one that ends up as the only owner."""
+    def own(self, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Sequences ``rows`` will write to their blocks ``columns``, each pair once: shared ones are replaced by copies,
+
+        except where one sequence ends up as the only owner.
+        """
+        shared = self.refs[self.table[rows, columns]] > 1
+        rows, columns = rows[shared], columns[shared]
         if not len(rows):
             return
-        old = self.table[rows, last[rows]]
+        old = self.table[rows, columns]
         # The last sharer of a block may keep it: as many copies as there are writers, less one if no one else holds it.
         order = np.argsort(old, kind="stable")
         rank = np.empty(len(rows), dtype=np.int64)
         _, starts, counts = np.unique(old[order], return_index=True, return_counts=True)
         rank[order] = np.arange(len(rows)) - np.repeat(starts, counts)
         copying = self.refs[old] - rank > 1
-        rows, old = rows[copying], old[copying]
+        rows, columns, old = rows[copying], columns[copying], old[copying]
         if not len(rows):
             return
         new = self._take(len(rows))
         np.subtract.at(self.refs, old, 1)
-        self.table[rows, last[rows]] = new
+        self.table[rows, columns] = new
         self._copies = np.concatenate([self._copies, np.stack([old, new], 1)])
         self._device = None
+
+    def forget(self, rows: np.ndarray, columns: np.ndarray) -> None:
+        """What these blocks hold no longer follows from their text alone: they serve no new sequence."""
+        for number in self.table[rows, columns].tolist():
+            self._by_text.pop(self._text_of.pop(number, b""), None)
 
     def _take(self, count: int) -> np.ndarray:
         reused = [self.free.pop() for _ in range(min(count, len(self.free)))]

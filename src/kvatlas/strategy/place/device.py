@@ -11,7 +11,7 @@ from torch import Tensor
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.strategy.answers import Column, Layout, Place, Selection, Shared, Span
-from kvatlas.strategy.place.store import GROWTH, Bytes, Store
+from kvatlas.strategy.place.store import GROWTH, Bytes, Store, put_slots
 from kvatlas.strategy.registry import Preset, register
 
 
@@ -87,15 +87,22 @@ class SlotStore(Store):
     def column(self, name: str) -> Tensor:
         return self.data[name][:, :, : self.filled]
 
+    def take(self, name: str, slots: Tensor) -> Tensor:
+        column = self.data[name]
+        return take_slots(column, slots.to(column.device)).to(self.layout.device)
+
+    def write(self, name: str, slots: Tensor, values: Tensor) -> None:
+        put_slots(self.data[name], slots, values)
+
     def keys(self) -> Tensor:
-        return self.layout.encode.decode({n: self.column(n) for n in self._payload()})[0]
+        return self.layout.encode.decode({n: self.column(n) for n in self._needs()})[0]
 
     def _payload(self) -> list[str]:
         return [c.name for c in self.layout.columns if c.kind == "payload"]
 
     def tiles(self, selection: Selection | None, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
         lengths = self.lengths if self.ragged else None
-        values = {n: self.column(n) for n in self._payload()}
+        values = {n: self.column(n) for n in self._needs()}
         pos = self.column("pos") if "pos" in self.data else None
         return tiles_of(self.layout, values, lengths, selection, spans, pos)
 
@@ -103,7 +110,8 @@ class SlotStore(Store):
         values = {n: c.unsqueeze(0) for n, c in self.row_columns(row).items()}
         if next(iter(values.values())).shape[2] == 0:
             return iter(())
-        return tiles_of(self.layout, values, None, None, spans, values.get("pos"))
+        needed = {n: values[n] for n in self._needs()}
+        return tiles_of(self._row_layout(row), needed, None, None, spans, values.get("pos"))
 
     def compact(self) -> None:
         if not self.holes:
@@ -137,35 +145,46 @@ def tiles_of(
     spans: Sequence[Span] | None,
     positions: Tensor | None = None,
 ) -> Iterator[Tile]:
-    """Tiles of contiguous columns ``[B, H, n, ...]``: raw ones are views, encoded ones are decoded a tile at a time."""
-    n = next(iter(values.values())).shape[2]
+    """Tiles of contiguous columns ``[B, H, n, ...]``.
+
+    Raw and packed ones are views, one tile a span; what has no fused form is decoded a tile at a time.
+    """
     if selection is not None:
         yield from _selected(layout, values, selection)
         return
+    n = next(iter(values.values())).shape[2]
+    whole = layout.encode.raw or layout.encode.packed(values) is not None
     for span in spans or (Span(0, None, None),):
         stop = n if span.stop is None else min(n, span.stop)
-        step = max(1, stop - span.start) if layout.encode.raw else TILE
+        step = max(1, stop - span.start) if whole else TILE
         for start in range(span.start, stop, step):
             end = min(stop, start + step)
-            k, v = layout.encode.decode({name: values[name][:, :, start:end] for name in values if name != "pos"})
-            yield Tile(
-                k,
-                v,
-                None if lengths is None else (lengths - start).clamp(0, end - start),
-                query_at=None if span.query_at is None else span.query_at.view(k.shape[0], -1),
-                positions=None if positions is None else positions[:, :, start:end],
-            )
+            tile = _tile(layout, {name: column[:, :, start:end] for name, column in values.items()})
+            tile.lengths = None if lengths is None else (lengths - start).clamp(0, end - start)
+            tile.query_at = None if span.query_at is None else span.query_at.view(tile.k.shape[0], -1)
+            tile.positions = None if positions is None else positions[:, :, start:end]
+            yield tile
+
+
+def _tile(layout: Layout, values: Mapping[str, Tensor]) -> Tile:
+    packed = layout.encode.packed(values)
+    if packed is not None:
+        return Tile(packed.k, packed.v, packed=packed)
+    return Tile(*layout.encode.decode(values))
 
 
 def _selected(layout: Layout, values: Mapping[str, Tensor], selection: Selection) -> Iterator[Tile]:
-    if layout.encode.raw:
-        k, v = layout.encode.decode(values)
-        yield Tile(k, v, index=selection.index, count=selection.count)
-        return
-    for start in range(0, selection.index.shape[-1], TILE):
-        index = selection.index[..., start : start + TILE]
-        k, v = layout.encode.decode({name: take_slots(values[name], index) for name in values})
-        yield Tile(k, v, (selection.count - start).clamp(0, index.shape[-1]))
+    """A tile a set of slots, chosen in place; what has no fused form is gathered and decoded a tile at a time."""
+    whole = _tile(layout, values) if layout.encode.raw or layout.encode.packed(values) is not None else None
+    for part in selection.parts():
+        query_at = None if part.query_at is None else part.query_at.view(-1, 1)
+        if whole is not None:
+            yield replace(whole, index=part.index, count=part.count, query_at=query_at)
+            continue
+        for start in range(0, part.index.shape[-1], TILE):
+            index = part.index[..., start : start + TILE]
+            tile = _tile(layout, {name: take_slots(column, index) for name, column in values.items()})
+            yield replace(tile, lengths=(part.count - start).clamp(0, index.shape[-1]), query_at=query_at)
 
 
 register(Preset("full", {}, "keep all, read all: the baseline"))

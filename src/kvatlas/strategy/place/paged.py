@@ -13,7 +13,7 @@ from torch import Tensor
 from kvatlas.attention.decode import gather_blocks
 from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Layout, Place, Selection, Shared, Span, Strategy
+from kvatlas.strategy.answers import Layout, Place, Selection, Shared, Span, Strategy
 from kvatlas.strategy.place.blocks import BlockTable
 from kvatlas.strategy.place.device import tiles_of
 from kvatlas.strategy.place.store import Bytes, Store
@@ -131,35 +131,53 @@ class PagedStore(Store):
         return self._gather(name)[:, :, : self.filled]
 
     def keys(self) -> Tensor:
-        return self.layout.encode.decode({c.name: self.column(c.name) for c in self._payload()})[0]
+        return self.layout.encode.decode({n: self.column(n) for n in self._needs()})[0]
 
-    def _payload(self) -> list[Column]:
-        return [c for c in self.layout.columns if c.kind == "payload"]
+    def take(self, name: str, slots: Tensor) -> Tensor:
+        self._follow()
+        return self._at(name, slots.clamp(min=0), self.table.device_table(self.layout.device))
+
+    def _at(self, name: str, slots: Tensor, table: Tensor) -> Tensor:
+        column = (slots // self.table.block).clamp(max=table.shape[1] - 1)
+        block = table.gather(1, column.flatten(1)).view(slots.shape)
+        return self.pools[name][block, self._heads.view(1, -1, 1), slots % self.table.block]
+
+    def write(self, name: str, slots: Tensor, values: Tensor) -> None:
+        """Shared blocks that are written become the sequence's own."""
+        rows, heads, at = (slots >= 0).nonzero(as_tuple=True)
+        chosen = slots[rows, heads, at]
+        pairs = torch.stack([rows, chosen // self.table.block]).unique(dim=1).cpu().numpy()
+        self.table.own(*pairs)
+        self.table.forget(*pairs)
+        self._follow()
+        block = self.table.device_table(self.layout.device)[rows, chosen // self.table.block]
+        self.pools[name][block, heads, chosen % self.table.block] = values[rows, heads, at].to(self.pools[name].dtype)
 
     def tiles(self, selection: Selection | None, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
         table = self.table.device_table(self.layout.device)
         if selection is None and spans is None and self.layout.encode.raw:
             yield Tile(self.pools["k"], self.pools["v"], self.lengths, table=table)
         elif selection is not None:
-            yield from self._fetched(selection, table)
+            for part in selection.parts():
+                yield from self._fetched(part, table)
         else:
-            values = {c.name: self.column(c.name) for c in self._payload()}
+            values = {n: self.column(n) for n in self._needs()}
             yield from tiles_of(self.layout, values, self.lengths, None, spans)
 
     def _fetched(self, selection: Selection, table: Tensor) -> Iterator[Tile]:
         for start in range(0, selection.index.shape[-1], TILE):
             index = selection.index[..., start : start + TILE]
-            block = table.gather(1, (index // self.table.block).flatten(1)).view(index.shape)
-            heads = self._heads.view(1, -1, 1)
-            values = {c.name: self.pools[c.name][block, heads, index % self.table.block] for c in self._payload()}
+            values = {n: self._at(n, index, table) for n in self._needs()}
             k, v = self.layout.encode.decode(values)
-            yield Tile(k, v, (selection.count - start).clamp(0, index.shape[-1]))
+            seen_from = None if selection.query_at is None else selection.query_at.view(-1, 1)
+            yield Tile(k, v, (selection.count - start).clamp(0, index.shape[-1]), query_at=seen_from)
 
     def row_tiles(self, row: int, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
         if int(self.lengths[row, 0]) == 0:
             return iter(())
         values = {n: c.unsqueeze(0) for n, c in self.row_columns(row).items()}
-        return tiles_of(self.layout, values, None, None, spans, values.get("pos"))
+        needed = {n: values[n] for n in self._needs()}
+        return tiles_of(self._row_layout(row), needed, None, None, spans, values.get("pos"))
 
     def compact(self) -> None:
         """Nothing is ever dropped."""

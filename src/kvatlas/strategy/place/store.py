@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -18,13 +18,19 @@ GROWTH = 256
 
 @dataclass(slots=True)
 class Bytes:
-    """Bytes held, by tier and purpose. ``padding`` is payload storage that holds no token."""
+    """Bytes held, by tier and purpose. ``padding`` is payload storage that holds no token.
+
+    ``host_metadata`` is what a place keeps on the host beside keys and values (layer inputs to recompute them from).
+    """
 
     device_payload: int = 0
     device_metadata: int = 0
     device_padding: int = 0
     host_payload: int = 0
+    host_metadata: int = 0
     host_padding: int = 0
+    disk_payload: int = 0
+    disk_padding: int = 0
 
     @property
     def device(self) -> int:
@@ -32,11 +38,16 @@ class Bytes:
 
     @property
     def host(self) -> int:
-        return self.host_payload + self.host_padding
+        return self.host_payload + self.host_metadata + self.host_padding
+
+    @property
+    def disk(self) -> int:
+        return self.disk_payload + self.disk_padding
 
     @property
     def total(self) -> int:
-        return self.device + self.host
+        """All tiers."""
+        return self.device + self.host + self.disk
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -100,6 +111,17 @@ class Store(ABC):
     def tiles(self, selection: Selection | None, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
         """What a step attends to."""
 
+    @abstractmethod
+    def take(self, name: str, slots: Tensor) -> Tensor:
+        """A column's values ``[B, H, m, ...]`` at ``slots [B, H, m]`` int64, on ``layout.device``.
+
+        Any column, payload too. What a slot below 0 gives does not matter.
+        """
+
+    @abstractmethod
+    def write(self, name: str, slots: Tensor, values: Tensor) -> None:
+        """Overwrite a column at filled ``slots [B, H, m]`` by ``values [B, H, m, ...]``; slots below 0 are left out."""
+
     def drop(self, slots: Tensor) -> None:
         """Free one slot per (sequence, KV head), -1 for none: the next ``append`` overwrites it."""
         self.next = torch.where(slots >= 0, slots, self.next)
@@ -119,6 +141,14 @@ class Store(ABC):
     @abstractmethod
     def bytes(self) -> Bytes:
         """Bytes of the storage of every tensor held."""
+
+    def _needs(self) -> list[str]:
+        """Names of the columns that are decoded."""
+        return self.layout.encode.needs(self.layout.columns)
+
+    def _row_layout(self, row: int) -> Layout:
+        """The same for one sequence as a batch of one."""
+        return replace(self.layout, rows=1, encode=self.layout.encode.of_row(row))
 
     def _advance(self) -> Tensor:
         """Slots of the new token; lengths follow."""
@@ -149,12 +179,9 @@ class Store(ABC):
             size = columns[spec.name].untyped_storage().nbytes()
             if spec.kind == "metadata":
                 held.device_metadata += size
-            elif tier == "device":
-                held.device_payload += total * spec.slot_bytes()
-                held.device_padding += size - total * spec.slot_bytes()
             else:
-                held.host_payload += total * spec.slot_bytes()
-                held.host_padding += size - total * spec.slot_bytes()
+                tokens = total * spec.slot_bytes()
+                held += Bytes(**{f"{tier}_payload": tokens, f"{tier}_padding": size - tokens})
         held.device_metadata += self.lengths.nbytes + (self.next.nbytes if self.next is not self.lengths else 0)
         return held
 
@@ -165,3 +192,11 @@ class Store(ABC):
 def payload(columns: Sequence[Column]) -> tuple[Column, ...]:
     """The columns that hold keys and values."""
     return tuple(c for c in columns if c.kind == "payload")
+
+
+def put_slots(column: Tensor, slots: Tensor, values: Tensor) -> None:
+    """``column [B, H, cap, ...]`` at ``slots [B, H, m]`` = ``values [B, H, m, ...]``, in place; slots below 0: not."""
+    device = column.device
+    slots, values = slots.to(device), values.to(device, column.dtype)
+    rows, heads, at = (slots >= 0).nonzero(as_tuple=True)
+    column[rows, heads, slots[rows, heads, at]] = values[rows, heads, at]

@@ -136,7 +136,7 @@ class Speculated(Read):
     def columns(self, facts: LayerFacts) -> tuple[Column, ...]:
         return (Column("partial", (self.width(facts.head_dim),), facts.dtype),)
 
-    def state_bytes(self, facts: LayerFacts) -> int:
+    def state_bytes(self, facts: LayerFacts, slots: int) -> int:
         basis = self.width(facts.head_dim) * facts.dtype.itemsize
         return facts.kv_heads * facts.head_dim * (basis + torch.float32.itemsize)
 
@@ -190,5 +190,6 @@ register(
         "all on the host; a step fetches what the layer before guesses",
         budget="read",
         names={"pool": ("keep", "budget")},
+        yields=("keep", "place"),
     )
 )
