@@ -77,3 +77,34 @@ def test_infinigen_replay(case: str) -> None:
     result = replay(spec, q, k, k, n, hidden=g["hidden"], w_q=g["w_q"])
     want = torch.cat([g["selected"].long(), torch.full((heads, 1), n)], 1)
     assert torch.equal(torch.stack(list(result.read[0])), want)
+
+
+@pytest.mark.parametrize("case", ["a", "b"])
+@pytest.mark.parametrize("prefill", ["flash", "eager", "chunked:37"])
+def test_snapkv(case: str, prefill: str) -> None:
+    """Positions exactly under average pooling; max-pooling makes ties at the cut, so there the pooled votes count."""
+    g = load(f"snapkv_{case}")
+    window, capacity, kernel = (int(g[name]) for name in ("window", "capacity", "kernel"))
+    pool = str(g["pooling"])[:3]
+    spec = f"snapkv:window={window},capacity={capacity},kernel={kernel},pool={pool},prefill={prefill}"
+    kept = replay(spec, g["q"], g["k"], g["v"], g["q"].shape[1]).kept[0]
+    want = g["kept"].long()
+    if pool == "avg":
+        assert torch.equal(kept, want)
+        return
+    votes = pooled_votes(g["q"], g["k"], window, kernel)
+    for head in range(len(want)):
+        ours, theirs = ({i for i in at[head].tolist() if i < votes.shape[1]} for at in (kept, want))
+        assert len(ours) == len(theirs) == capacity - window
+        least = votes[head, sorted(theirs)].min()
+        torch.testing.assert_close(votes[head, sorted(ours)].min(), least, rtol=1e-5, atol=0)
+        assert all(abs(votes[head, i] - least) <= 1e-5 * least for i in ours ^ theirs), "only ties may differ"
+
+
+def pooled_votes(q: torch.Tensor, k: torch.Tensor, window: int, kernel: int) -> torch.Tensor:
+    """Max-pooled sums of the last queries' weights on all keys before the window, ``[H, T - window]``."""
+    n = q.shape[1]
+    scores = q[:, -window:] @ k.transpose(1, 2) * q.shape[2] ** -0.5
+    future = torch.arange(n) > torch.arange(n - window, n).unsqueeze(1)
+    votes = scores.masked_fill(future, float("-inf")).softmax(-1).sum(1)[:, :-window]
+    return torch.nn.functional.max_pool1d(votes, kernel, stride=1, padding=kernel // 2)

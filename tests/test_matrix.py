@@ -213,7 +213,7 @@ def test_bytes_are_the_closed_form_and_the_storage(arch: str, spec: str, dtype: 
     assert (held.host > 0) == host and (arch != "llama" or not host or held.device_payload == 0)
 
 
-@pytest.mark.parametrize("spec", ["infinigen:0.2", "infinigen:4,alpha=1.5,partial=0.5,gqa=sum"])
+@pytest.mark.parametrize("spec", ["infinigen:0.2,link=100", "infinigen:4,alpha=1.5,partial=0.5,gqa=sum,link=100"])
 def test_infinigen_device_bytes_follow_their_formula(spec: str) -> None:
     """Partial keys, and two buffers of the most tokens that a layer may fetch (and the newest one)."""
     cache, _ = ran(lm_of("llama"), spec, prompts(*RAGGED), 6)

@@ -242,24 +242,26 @@ def test_references_come_to_nothing() -> None:
 # ----------------------------------------------------------------------------- tiers
 
 
-def test_transfers_of_the_host_tier_are_counted() -> None:
-    """Every step brings every layer's keys and values once, as one tile here."""
+@pytest.mark.parametrize("link", ["", ":link=100", ":link=100,overlap=false"])
+def test_transfers_of_the_host_tier_are_counted(link: str) -> None:
+    """Every step brings every layer's keys and values once, as one tile here; without a link there is no copy to wait for."""
     lm = lm_of("llama")
-    cache, first = started(lm, "host", prompts(40), reserve=10)
+    cache, first = started(lm, f"host{link}", prompts(40), reserve=10)
     assert cache.transfers().count == 0
     steps(lm, cache, first, 3)
     moved = cache.transfers()
     assert moved.count == 3 * LAYERS
     assert moved.bytes == (41 + 42 + 43) * TOKEN
-    assert moved.blocked > 0
+    assert (moved.blocked > 0) == bool(link)
+    assert (cache_staging(cache) > 0) == bool(link)
     assert cache.realised().read_bytes == 43 * TOKEN
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_infinigen_moves_only_what_it_chose(overlap: str) -> None:
+@pytest.mark.parametrize("more", ["", ",link=100", ",link=100,overlap=false"])
+def test_infinigen_moves_only_what_it_chose(more: str) -> None:
     """Layers 0 and 1 read all; the others fetch their selection (the newest token is put beside it)."""
     lm = lm_of("llama")
-    cache, first = started(lm, f"infinigen:4,alpha=inf,overlap={overlap}", prompts(40), reserve=10)
+    cache, first = started(lm, f"infinigen:4,alpha=inf{more}", prompts(40), reserve=10)
     steps(lm, cache, first, 1)
     moved, slot = cache.transfers(), KV_HEADS * 2 * HEAD_DIM * 4
     assert moved.count == LAYERS

@@ -197,7 +197,8 @@ class KVCache:
         lengths, staging = list(prompts), dict[bool, int]()
         for layer in self.layers:
             if layer.shared is not None:
-                staging[layer.read.selects] = layer.place.staging(layer.planned(lengths, reserve))
+                layout = layer.planned_archive(lengths, reserve) or layer.planned(lengths, reserve)
+                staging[layer.read.selects] = layer.place.staging(layout)
         return sum(layer.bytes_held(lengths, reserve) for layer in self.layers) + sum(staging.values())
 
     def transfers(self) -> Transfers:

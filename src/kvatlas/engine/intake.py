@@ -183,6 +183,7 @@ class Intake:
         layer = self.layer
         if not layer.read.selects:
             return
+        layer.grow_state()
         store, encode = layer.chosen_from, layer.encode_of_chosen.of_row(row)
         n = int(store.lengths[row, 0])
         values = store.row_columns(row)

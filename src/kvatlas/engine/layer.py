@@ -117,7 +117,7 @@ class LayerCache(LayerSlots):
             view = self._view(now, newest, k)
             self._turn(view)
             chosen = self.read.select(self._choice(view), q, self._foreseen)
-            self._foreseen, self.selection = None, chosen
+            self._foreseen, self.selection, self.last_archived = None, chosen, None
             if clock.diagnose:
                 self._note_attended(view, chosen)
         tiles = self._fetched(self._tiles(view, chosen))

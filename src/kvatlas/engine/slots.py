@@ -31,13 +31,19 @@ class LayerSlots:
     ) -> None:
         self.strategy, self.facts, self.port = strategy, facts, port
         self.keep, self.place, self.shared, self.constants = strategy.keep, strategy.place, shared, constants or {}
-        self.read: Read = strategy.read if facts.layer >= strategy.read.first_layer else Read()
+        self.read: Read = strategy.read if self._reads_by_choice() else Read()
         self.state: dict[str, Tensor] = {}
         self.encode = strategy.encode.bind(facts, port, self.constants, self.state)
         self.columns = self._columns()
         self.selection: Selection | None = None
         self.archive: Store | None = None
         self.last_archived: tuple[Tensor, Tensor] | None = None
+
+    def _reads_by_choice(self) -> bool:
+        """The read rule works in this layer: not in its first ones, nor on an archive that nothing will come to."""
+        if self.facts.layer < self.strategy.read.first_layer:
+            return False
+        return not self.place.archives or "capacity" in self.keep.plan(1)
 
     def _columns(self) -> tuple[Column, ...]:
         facts = self.facts
@@ -103,8 +109,9 @@ class LayerSlots:
         plans = [self.keep.plan(n) for n in prompts]
         if not self.place.archives or "capacity" not in plans[0]:
             return None
-        encode = self.place.archive_encode() or self.encode
-        encode = encode if self.encode.raw else self.encode
+        encode = self.encode
+        if encode.raw and (other := self.place.archive_encode()) is not None:
+            encode = other.bind(self.facts, self.port, self.constants, self.state)
         columns = encode.columns(self.facts.head_dim, self.facts.dtype)
         if encode.positions:
             columns = (*columns, POS)

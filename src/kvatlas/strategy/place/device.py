@@ -32,9 +32,13 @@ class SlotStore(Store):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self.capacity = layout.capacity
-        self.data = {c.name: self._empty(c.name, layout.capacity) for c in layout.columns}
+        self.data = {c.name: self._empty(c.name, layout.capacity) for c in self._columns()}
         self._rows = torch.arange(layout.rows, device=layout.device).unsqueeze(1)
         self._heads = torch.arange(layout.kv_heads, device=layout.device).unsqueeze(0)
+
+    def _columns(self) -> Sequence[Column]:
+        """The columns that are held as tensors ``[B, H, capacity, ...]``."""
+        return self.layout.columns
 
     def _empty(self, name: str, capacity: int) -> Tensor:
         spec, layout = self._spec(name), self.layout
@@ -52,11 +56,14 @@ class SlotStore(Store):
         if capacity <= self.capacity:
             return
         roomy = max(capacity, self.capacity + max(GROWTH, self.capacity // 8))
-        self.capacity = roomy if self.most is None else max(capacity, min(roomy, self.most))
+        self._resize(roomy if self.most is None else max(capacity, min(roomy, self.most)))
+
+    def _resize(self, capacity: int) -> None:
         for name, old in list(self.data.items()):  # one column at a time, so the peak is one column's copy
-            new = self._empty(name, self.capacity)
+            new = self._empty(name, capacity)
             new[:, :, : old.shape[2]] = old
             self.data[name] = new
+        self.capacity = capacity
 
     def extend(self, row: int, values: Mapping[str, Tensor]) -> None:
         start, n = int(self.lengths[row, 0]), next(iter(values.values())).shape[1]

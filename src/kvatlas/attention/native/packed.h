@@ -1,0 +1,218 @@
+// Attention over keys and values kept as codes of 4 or 8 bits (see Packed in tiles.py), and the making of such codes.
+// A block of rows is decoded into a scratch of floats that stays in the nearest cache; nothing else is ever decoded.
+#pragma once
+#include "decode.h"
+
+// LANES bytes, each to a whole number.
+static inline Ints load_bytes(const char* from) {
+#ifdef KVATLAS_AVX512
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#endif
+}
+
+static inline Floats floats_of(Ints x) {
+#ifdef KVATLAS_AVX512
+    return (Floats)_mm512_cvtepi32_ps((__m512i)x);
+#else
+    return (Floats)_mm256_cvtepi32_ps((__m256i)x);
+#endif
+}
+
+static inline void store_bytes(uint8_t* to, Words x) {
+    for (int i = 0; i < LANES; i++) to[i] = uint8_t(x[i]);
+}
+
+constexpr int MAX_DIM = 256;
+
+// How a row of codes is laid out. 4 bits: byte i holds element i and, in its upper half, element i + (dim + 1) / 2.
+struct Packing {
+    int dim, bits, group, groups, half;
+
+    Packing(int64_t dim, int64_t bits, int64_t group)
+        : dim(dim), bits(bits), group(std::min(dim, group)), groups((dim + this->group - 1) / this->group),
+          half(bits == 4 ? (dim + 1) / 2 : dim) {}
+};
+
+// Up to LANES elements that follow one another, of one group and one half.
+struct Chunk {
+    int first, count, group;
+};
+
+// The chunks of a row. Where a stretch is longer than a vector its last chunk reaches back over the one before.
+static std::vector<Chunk> chunks_of(const Packing& p) {
+    std::vector<Chunk> chunks;
+    for (int first = 0, end; first < p.dim; first = end) {
+        end = std::min(p.dim, (first / p.group + 1) * p.group);
+        if (first < p.half) end = std::min(end, p.half);
+        for (int at = first; at < end; at += LANES) {
+            int from = end - first < LANES ? first : std::min(at, end - LANES);
+            chunks.push_back({from, std::min(LANES, end - from), first / p.group});
+        }
+    }
+    return chunks;
+}
+
+// Where the codes and scales of one side of one (sequence, KV head) are. Distances are in bytes.
+struct Side {
+    const char *codes, *scales;
+    int64_t code_step, scale_step;
+
+    void prefetch(int64_t slot) const {
+        __builtin_prefetch(codes + slot * code_step);
+        __builtin_prefetch(scales + slot * scale_step);
+    }
+};
+
+struct PackedSource {
+    Side k, v;
+    const int64_t* index;  // or null: slots in order
+
+    int64_t slot(int64_t i) const { return index ? index[i] : i; }
+};
+
+static inline Floats broadcast(const float* from) {
+#ifdef KVATLAS_AVX512
+    return (Floats)_mm512_set1_ps(*from);
+#else
+    return (Floats)_mm256_broadcast_ss(from);
+#endif
+}
+
+// Rows of codes that become rows of floats, `to_step` floats apart; `scales` [count, pairs] holds factors and zeros.
+struct Unpacked {
+    const char* rows[BLOCK];
+    const float* scales;
+    int count, pairs;
+    float* to;
+    int64_t to_step;
+};
+
+// One chunk of every row. `pick` takes a code out of its byte, which is `at` bytes from the row's start.
+template <class Pick> static void unpack_chunk(const Unpacked& u, Chunk chunk, int at, Pick pick) {
+    int count = u.count, pairs = u.pairs;
+    const float* scale = u.scales + chunk.group * 2;
+    float* to = u.to + chunk.first;
+    int64_t step = u.to_step;
+    if (chunk.count < LANES) {
+        for (int i = 0; i < count; i++, scale += pairs, to += step)
+            for (int j = 0; j < chunk.count; j++) to[j] = pick(int(uint8_t(u.rows[i][at + j]))) * scale[0] + scale[1];
+        return;
+    }
+    for (int i = 0; i < count; i++, scale += pairs, to += step)
+        store(to, floats_of(pick(load_bytes(u.rows[i] + at))) * broadcast(scale) + broadcast(scale + 1));
+}
+
+template <class O> struct PackedDecode : Decode<float, O> {
+    using Base = Decode<float, O>;
+    Packing packing;
+    std::vector<Chunk> chunks;
+    int64_t row_floats;
+
+    PackedDecode(const Base& base, const Packing& packing)
+        : Base(base), packing(packing), chunks(chunks_of(packing)), row_floats(base.row.padded() / 4) {}
+
+    // Rows at these slots become floats, row_floats apart.
+    void unpack(const Side& side, const int64_t* slots, int count, float* to) const {
+        int groups = packing.groups;
+        float scales[BLOCK * groups * 2];
+        Unpacked u;
+        u.scales = scales, u.count = count, u.pairs = groups * 2, u.to = to, u.to_step = row_floats;
+        for (int i = 0; i < count; i++) {
+            u.rows[i] = side.codes + slots[i] * side.code_step;
+            const char* halves = side.scales + slots[i] * side.scale_step;
+            for (int g = 0; g < groups; g++) {
+                int pair;
+                memcpy(&pair, halves + g * 4, 4);
+                _mm_storel_pi((__m64*)(scales + (i * groups + g) * 2), _mm_cvtph_ps(_mm_cvtsi32_si128(pair)));
+            }
+        }
+        for (const Chunk& chunk : chunks) {
+            if (packing.bits == 8)
+                unpack_chunk(u, chunk, chunk.first, [](auto x) INLINE { return x; });
+            else if (chunk.first < packing.half)
+                unpack_chunk(u, chunk, chunk.first, [](auto x) INLINE { return x & 15; });
+            else
+                unpack_chunk(u, chunk, chunk.first - packing.half, [](auto x) INLINE { return x >> 4; });
+        }
+    }
+
+    // As Decode::piece. One scratch serves first the keys and then the values of a block.
+    void piece(const PackedSource& source, const float* q, int64_t first, int64_t end, Partial to, float* probs) const {
+        int group = this->group;
+        float score[group * BLOCK];
+        alignas(64) float scratch[BLOCK * row_floats];
+        int64_t slots[BLOCK];
+        this->clear(to);
+        Block block, none;
+        for (int i = 0; i < BLOCK; i++) block.k[i] = block.v[i] = (const char*)(scratch + i * row_floats);
+        for (; first < end; first += BLOCK) {
+            int count = block.count = int(std::min<int64_t>(BLOCK, end - first));
+            for (int i = 0; i < count; i++) slots[i] = source.slot(first + i);
+            for (int i = count; i % LANES; i++) block.k[i] = block.k[count - 1];
+            for (int i = 0; i < count; i++) source.v.prefetch(slots[i]);
+            unpack(source.k, slots, count, scratch);
+            this->score_block(block, none, q, score);
+            if (probs) this->keep_scores(block, score, first, probs);
+            for (int j = 0; j < group; j++) this->soften(j, score + j * BLOCK, to);
+            for (int64_t i = first + BLOCK; i < std::min(end, first + 2 * BLOCK); i++) source.k.prefetch(source.slot(i));
+            unpack(source.v, slots, count, scratch);
+            this->weigh_all(block, score, to.values);
+        }
+    }
+};
+
+// ------------------------------------------------------------------------------------------------- making codes
+
+struct Quantise {
+    const char* x;  // [rows, dim], contiguous
+    uint8_t* codes;
+    uint16_t* scales;  // [rows, groups, 2]
+    int64_t rows;
+    Packing packing;
+};
+
+// One group from x to codes. Zero is rounded down, so that the least element is not cut off; what zero's rounding adds
+// to the range goes into the scale. Writes up to LANES - 1 codes past the end.
+static void quantise_group(const float* x, int count, int bits, uint8_t* codes, uint16_t* scale) {
+    const float most = 65504, least = 5.9604645e-8f, magic = 12582912.0f;  // of float16; 1.5 * 2^23
+    float low = x[0], high = x[0], levels = bits == 4 ? 15 : 255;
+    for (int i = 1; i < count; i++) {  // NaN stays
+        low = x[i] >= low ? low : x[i];
+        high = x[i] <= high ? high : x[i];
+    }
+    auto within = [](float y, float a, float b) { return y < a ? a : y > b ? b : y; };
+    scale[1] = _cvtss_sh(within(low - std::fabs(low) * 0x1p-11f, -most, most), 0);
+    float zero = _cvtsh_ss(scale[1]);
+    scale[0] = _cvtss_sh(within((high - zero) / levels, least, most), 0);
+    float factor = _cvtsh_ss(scale[0]);
+    for (int i = 0; i < count; i += LANES) {
+        Floats y = (load(x + i) - zero) / factor;
+        y = y < Floats{} ? Floats{} : y;
+        y = y > splat(levels) ? splat(levels) : y;
+        store_bytes(codes + i, (Words)(y + magic));
+    }
+}
+
+template <class T> static void quantise(const Quantise& c, int64_t threads) {
+    const Packing& p = c.packing;
+    constexpr int64_t ROWS = 256;
+    for_each(threads, (c.rows + ROWS - 1) / ROWS, [&](int64_t part) {
+        alignas(64) float x[MAX_DIM + LANES] = {};
+        uint8_t codes[MAX_DIM + LANES];
+        for (int64_t r = part * ROWS; r < std::min(c.rows, (part + 1) * ROWS); r++) {
+            for (int d = 0; d < p.dim; d++) x[d] = to_float(((const T*)c.x)[r * p.dim + d]);
+            for (int g = 0; g < p.groups; g++) {
+                int first = g * p.group, count = std::min(p.group, p.dim - first);
+                quantise_group(x + first, count, p.bits, codes + first, c.scales + (r * p.groups + g) * 2);
+            }
+            codes[p.dim] = 0;
+            uint8_t* to = c.codes + r * p.half;
+            if (p.bits == 8)
+                memcpy(to, codes, p.dim);
+            else
+                for (int i = 0; i < p.half; i++) to[i] = codes[i] | codes[p.half + i] << 4;
+        }
+    });
+}

@@ -1,0 +1,112 @@
+"""Pages of slots and the bounds of their keys: what a reader that fetches whole pages remembers (Quest, ICML 2024).
+
+A page is ``page`` slots that follow one another; all of a sequence's pages are full but the last. Its bounds are the
+least and the largest value of its keys in each dimension, ``low, high [B, H, pages, D]`` in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.choose import best_slots, native_serves
+from kvatlas.strategy.answers import Selection
+
+
+def pages_for(slots: int, page: int) -> int:
+    """Pages that hold so many slots."""
+    return -(-slots // page)
+
+
+def bounds_bytes(kv_heads: int, slots: int, page: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of one sequence's bounds."""
+    return 2 * kv_heads * pages_for(slots, page) * head_dim * itemsize
+
+
+def fresh_bounds(
+    kv_heads: int, slots: int, page: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Room for the bounds of a sequence that holds nothing yet: ``[H, pages, D]`` twice."""
+    shape = (kv_heads, pages_for(slots, page), head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+
+def bounds_of(keys: Tensor, page: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Bounds of the first ``length`` (None: all) of ``keys [..., n, D]`` -> low, high ``[..., pages, D]``."""
+    n = keys.shape[-2] if length is None else length
+    full = n // page
+    pieces = [keys[..., : full * page, :].unflatten(-2, (full, page))] if full else []
+    if n > full * page:
+        pieces.append(keys[..., full * page : n, :].unsqueeze(-3))
+    if not pieces:
+        empty = keys.new_zeros(*keys.shape[:-2], 0, keys.shape[-1])
+        return empty, empty.clone()
+    low, high = ([f(piece, -2) for piece in pieces] for f in (torch.amin, torch.amax))
+    return torch.cat(low, -2), torch.cat(high, -2)
+
+
+def note_last(low: Tensor, high: Tensor, key: Tensor, slot: int, page: int) -> None:
+    """``note_key`` where every sequence and head stored its key in the same slot, behind all others."""
+    at = slot // page
+    if slot % page == 0:
+        low[:, :, at] = key
+        high[:, :, at] = key
+        return
+    for bounds, wider in ((low, torch.minimum), (high, torch.maximum)):
+        held = bounds[:, :, at]
+        wider(held, key, out=held)
+
+
+def note_key(low: Tensor, high: Tensor, key: Tensor, slot: Tensor, lengths: Tensor, page: int) -> None:
+    """A key was stored: its page's bounds follow, in place.
+
+    A page that begins with it gets its bounds from it. One whose slot was overwritten is only widened: the bounds of
+    the key that is gone may be too wide, never too narrow.
+
+    Args:
+        low, high: ``[B, H, pages, D]``, contiguous.
+        key: ``[B, H, D]``.
+        slot: ``[B, H]`` int64 where it was stored, -1 for nowhere.
+        lengths: ``[B, H]`` int64 filled slots, the new one included.
+    """
+    rows = low.shape[0] * low.shape[1]
+    first = torch.arange(0, rows * low.shape[2], low.shape[2], device=slot.device)
+    at = (slot.clamp(min=0).div_(page, rounding_mode="floor")).view(rows).add_(first)
+    begins = ((slot + 1 == lengths) & (slot % page == 0)).view(rows, 1)
+    absent = (slot < 0).view(rows, 1)
+    key = key.reshape(rows, -1).to(low.dtype)
+    for bounds, wider in ((low, torch.minimum), (high, torch.maximum)):
+        flat = bounds.view(-1, bounds.shape[-1])
+        old = flat.index_select(0, at)
+        new = torch.where(begins, key, wider(old, key))
+        flat.index_copy_(0, at, torch.where(absent, old, new))
+
+
+def best_pages(rank: Tensor, count: Tensor, width: int) -> Tensor:
+    """The ``count [B, H]`` best pages of ``rank [B, H, P]`` float32 -> ``[B, H, width]`` int64, ascending.
+
+    What lies past a row's count does not matter.
+    """
+    index = best_slots(rank, count, width)
+    if native_serves(rank):
+        return index
+    past = torch.arange(width, device=rank.device) >= count.unsqueeze(-1)
+    return index.masked_fill_(past, rank.shape[-1] - 1).sort(-1).values
+
+
+def slots_of_pages(pages: Tensor, count: Tensor, lengths: Tensor, page: int, width: int, scanned: int = 0) -> Selection:
+    """Whole pages as a selection of their filled slots, ascending.
+
+    Args:
+        pages: ``[B, H, m]`` int64, each row's first ``count [B, H]`` ascending.
+        lengths: ``[B, H]`` int64 filled slots.
+        width: the largest of the lengths: no slot at or past it is named, and none is named more often than needed.
+    """
+    within = torch.arange(page, device=pages.device)
+    index = (pages.unsqueeze(-1) * page + within).flatten(2)
+    if index.shape[-1] > width:
+        index = index[..., :width].contiguous()
+    # Of the chosen pages only the last one can be partly filled, and only if it is the sequence's last.
+    last = pages.gather(-1, (count - 1).clamp_(min=0).unsqueeze(-1)).squeeze(-1)
+    missing = ((last + 1) * page - lengths).clamp_(min=0)
+    return Selection(index.clamp_(max=width - 1), (count * page - missing).clamp_(min=0), scanned)

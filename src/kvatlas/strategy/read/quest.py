@@ -1,0 +1,105 @@
+"""Pages by the bounds of their keys (Quest): a step reads the pages whose best possible score is highest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.bounds import bound_scores
+from kvatlas.errors import UserError
+from kvatlas.strategy.answers import Combine, LayerFacts, Read, Selection, View
+from kvatlas.strategy.budget import resolve, resolve_all
+from kvatlas.strategy.read import pages
+from kvatlas.strategy.registry import Preset, register
+
+LEAST = 3
+"""Pages that are read whatever the budget."""
+
+
+@dataclass(frozen=True)
+class Quest(Read):
+    """The best ``max(3, budget / page)`` pages of ``page`` slots; layers 0 and 1, and every prompt, read all.
+
+    A page's score is ``sum_d max(q_d * low_d, q_d * high_d)`` with the bounds of its keys, per query head, combined over
+    the group (``gqa``). With ``newest`` the page of the newest token is one of them whatever its score.
+
+    Traffic falls; memory grows by the bounds, two keys a page. Pages are of slots, not of positions: under a keep rule
+    that evicts, a new token takes a freed slot and the bounds of its page are widened, never narrowed. Under an encoder
+    bounds of a prompt are of the keys as they are read; those of later tokens are of their raw keys.
+    """
+
+    source: ClassVar[str] = "Quest, ICML 2024, section 3.3"
+    selects: ClassVar[bool] = True
+    first_layer: ClassVar[int] = 2
+    page: int = 16
+    gqa: Combine = "mean"
+    newest: bool = True
+
+    def __post_init__(self) -> None:
+        if self.page < 1:
+            raise UserError(f"quest: page must be at least 1 token, not {self.page}")
+
+    def words(self) -> str:
+        return f"pages of {self.page} by key bounds, budget {self.budget:g}"
+
+    def lossless(self) -> bool:
+        return self.budget == 1.0
+
+    def limit(self, length: int) -> int:
+        budget = resolve(self.budget, length)
+        return length if budget is None else min(length, self.page * max(LEAST, budget // self.page))
+
+    def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
+        if self.lossless():
+            return {}
+        made = pages.fresh_bounds(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype, facts.device)
+        return dict(zip(("low", "high"), made))
+
+    def state_bytes(self, facts: LayerFacts, slots: int) -> int:
+        if self.lossless():
+            return 0
+        return pages.bounds_bytes(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype.itemsize)
+
+    def settle(self, view: View) -> None:
+        if self.lossless() or view.keys is None:
+            return
+        low, high = pages.bounds_of(view.keys(), self.page, view.width)
+        view.state["low"][:, :, : low.shape[2]] = low
+        view.state["high"][:, :, : high.shape[2]] = high
+
+    def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
+        if self.lossless() or view.newest is None or view.key is None:
+            return None
+        low, high = view.state["low"], view.state["high"]
+        appended = not view.ragged and "capacity" not in view.plan  # nothing was ever dropped: the newest is the last
+        if appended:
+            pages.note_last(low, high, view.key, view.width - 1, self.page)
+        else:
+            pages.note_key(low, high, view.key, view.newest, view.lengths, self.page)
+        held = pages.pages_for(view.width, self.page)
+        width = pages.pages_for(self.limit(view.width), self.page)
+        if width >= held:
+            return None
+        total, count = self._counts(view, held, width)
+        rank = bound_scores(q.unflatten(1, (low.shape[1], -1)), low[:, :, :held], high[:, :, :held], total, self.gqa)
+        if self.newest and appended:
+            rank[:, :, held - 1] = torch.inf
+        elif self.newest:
+            rank.scatter_(-1, view.newest.div(self.page, rounding_mode="floor").unsqueeze(-1), torch.inf)
+        index = pages.best_pages(rank, count, width)
+        scanned = 2 * rank.numel() * low.shape[-1] * low.element_size()
+        return pages.slots_of_pages(index, count, view.lengths, self.page, view.width, scanned)
+
+    def _counts(self, view: View, held: int, width: int) -> tuple[Tensor, Tensor]:
+        """Pages that there are and pages to read, ``[B, H]`` each."""
+        if not view.ragged:
+            return torch.full_like(view.lengths, held), torch.full_like(view.lengths, width)
+        total = (view.lengths + (self.page - 1)).div_(self.page, rounding_mode="floor")
+        budget = resolve_all(self.budget, view.lengths)
+        return total, budget.div(self.page, rounding_mode="floor").clamp_(min=LEAST).minimum(total)
+
+
+register(Preset("quest", {"read": Quest}, "reads the pages whose keys could score best"))

@@ -1,0 +1,81 @@
+"""Eviction with a second chance (ours): what a keep rule evicts waits on the host, and its best pages are read again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvatlas.attention.bounds import bound_scores
+from kvatlas.errors import UserError
+from kvatlas.strategy.answers import Combine, LayerFacts, Read, Selection, View
+from kvatlas.strategy.keep.heavy import HeavyHitters
+from kvatlas.strategy.place.archive import Archived
+from kvatlas.strategy.read import pages as paging
+from kvatlas.strategy.registry import Preset, register
+
+
+@dataclass(frozen=True)
+class SecondChance(Read):
+    """All that is kept, and the ``pages`` best pages of ``page`` tokens of what was evicted.
+
+    Pages are scored by the bounds of their keys, as Quest does; the bounds stay on the device, the tokens come from
+    the host. A page holds tokens that were evicted one after another: of a prompt, neighbours; later, whatever went.
+    """
+
+    source: ClassVar[str] = "ours; page bounds from Quest, ICML 2024"
+    selects: ClassVar[bool] = True
+    page: int = 16
+    pages: int = 8
+    gqa: Combine = "mean"
+
+    def __post_init__(self) -> None:
+        for name in ("page", "pages"):
+            if getattr(self, name) < 1:
+                raise UserError(f"recall: {name} must be at least 1, not {getattr(self, name)}")
+
+    def words(self) -> str:
+        return f"all that is kept + the best {self.pages} evicted pages of {self.page}"
+
+    def limit(self, length: int) -> int:
+        return min(length, self.page * self.pages)
+
+    def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
+        made = paging.fresh_bounds(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype, facts.device)
+        return dict(zip(("low", "high"), made))
+
+    def state_bytes(self, facts: LayerFacts, slots: int) -> int:
+        return paging.bounds_bytes(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype.itemsize)
+
+    def settle(self, view: View) -> None:
+        if view.keys is None or view.width == 0:
+            return
+        low, high = paging.bounds_of(view.keys(), self.page, view.width)
+        view.state["low"][:, :, : low.shape[2]] = low
+        view.state["high"][:, :, : high.shape[2]] = high
+
+    def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
+        low, high = view.state["low"], view.state["high"]
+        if view.newest is not None and view.key is not None:
+            paging.note_key(low, high, view.key, view.newest, view.lengths, self.page)
+        held = paging.pages_for(view.width, self.page)
+        if held == 0:
+            return None
+        total = (view.lengths + (self.page - 1)).div(self.page, rounding_mode="floor")
+        count, width = total.clamp(max=self.pages), min(held, self.pages)
+        rank = bound_scores(q.unflatten(1, (low.shape[1], -1)), low[:, :, :held], high[:, :, :held], total, self.gqa)
+        index = paging.best_pages(rank, count, width)
+        scanned = 2 * rank.numel() * low.shape[-1] * low.element_size()
+        return paging.slots_of_pages(index, count, view.lengths, self.page, view.width, scanned)
+
+
+register(
+    Preset(
+        "recall",
+        {"keep": HeavyHitters, "read": SecondChance, "place": Archived},
+        "what is evicted goes to the host, and its best pages are read again",
+        yields=("keep",),
+    )
+)
