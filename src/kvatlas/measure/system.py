@@ -27,6 +27,7 @@ WARM_TOKENS, WARM_STEPS = 32, 3
 SPLIT_STEPS = 8
 LOOK_EVERY = 8
 """Decode steps between two looks at what is held, kept and read (outside the timed part of a step)."""
+TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
@@ -45,29 +46,21 @@ class Held:
     """The bytes of a cache, and the most that was seen of them."""
 
     now: Bytes = field(default_factory=Bytes)
-    device_peak: int = 0
-    host_peak: int = 0
+    peaks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
 
     def look(self, cache: KVCache) -> None:
         """Count again."""
         self.now = cache.bytes()
-        self.device_peak = max(self.device_peak, self.now.device)
-        self.host_peak = max(self.host_peak, self.now.host)
+        for tier in TIERS:
+            self.peaks[tier] = max(self.peaks[tier], getattr(self.now, tier))
 
     def tiers(self) -> dict[str, Tier]:
-        """By tier; ``host`` only where it was used."""
-        held = self.now
-        device = Tier(
-            payload=held.device_payload,
-            metadata=held.device_metadata,
-            padding=held.device_padding,
-            peak=self.device_peak,
-        )
-        if not self.host_peak:
-            return {"device": device}
+        """By tier; those beyond the device only where they were used."""
+        kinds = ("payload", "metadata", "padding")
         return {
-            "device": device,
-            "host": Tier(payload=held.host_payload, padding=held.host_padding, peak=self.host_peak),
+            tier: Tier(peak=peak, **{kind: getattr(self.now, f"{tier}_{kind}", 0) for kind in kinds})
+            for tier, peak in self.peaks.items()
+            if peak or tier == "device"
         }
 
 
@@ -108,7 +101,7 @@ def _compile(lm: LM) -> float:
 
 def _set_up(lm: LM, strategy: Strategy) -> float | None:
     """What the strategy needs once a model."""
-    if not strategy.read.calibrates:
+    if not (strategy.read.calibrates or strategy.encode.calibrates):
         return None
     with Stopwatch(lm.facts.device) as watch:
         lm.constants(strategy)
