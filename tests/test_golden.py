@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvatlas.attention.bounds import bound_scores
 from kvatlas.engine.replay import replay
+from kvatlas.strategy.read.pages import bounds_of
 from kvatlas.strategy.read.speculation import partial_columns, skew, speculate
 
 GOLDEN = Path(os.environ.get("KVATLAS_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
@@ -110,3 +112,26 @@ def pooled_votes(q: torch.Tensor, k: torch.Tensor, window: int, kernel: int) -> 
     future = torch.arange(n) > torch.arange(n - window, n).unsqueeze(1)
     votes = scores.masked_fill(future, float("-inf")).softmax(-1).sum(1)[:, :-window]
     return torch.nn.functional.max_pool1d(votes, kernel, stride=1, padding=kernel // 2)
+
+
+@pytest.mark.parametrize("case", ["a", "b"])
+@pytest.mark.parametrize("prefill", ["flash", "chunked:50"])
+def test_quest(case: str, prefill: str) -> None:
+    """The vectors' query is the last token's, which is the decode step; a prefill's queries choose nothing."""
+    g = load(f"quest_{case}")
+    q = torch.zeros_like(g["k"])
+    q[:, -1] = g["q"]
+    spec = f"quest:page={int(g['page'])},budget={int(g['budget'])},newest=false,prefill={prefill}"
+    result = replay(spec, q, g["k"], g["v"], g["k"].shape[1] - 1)
+    for head, read in enumerate(result.read[0]):
+        assert torch.equal(read, g["mask"][head].nonzero()[:, 0]), f"head {head}"
+    torch.testing.assert_close(result.output[0], g["out"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["a", "b"])
+def test_quest_page_scores(case: str) -> None:
+    g = load(f"quest_{case}")
+    low, high = bounds_of(g["k"].unsqueeze(0), int(g["page"]))
+    total = torch.full(low.shape[:2], low.shape[2])
+    scores = bound_scores(g["q"].view(1, -1, 1, low.shape[3]), low, high, total)[0]
+    torch.testing.assert_close(scores, g["page_scores"], rtol=1e-4, atol=1e-4)

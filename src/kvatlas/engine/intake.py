@@ -58,7 +58,7 @@ class Intake:
             return
         if 0 < first < layer.prompts[row] and layer.read.whole_prompt:
             self._renew(row)
-        self._settle(row, left)
+        self.settle(row, left)
 
     # --------------------------------------------------------------- what is held
 
@@ -82,15 +82,21 @@ class Intake:
         return torch.cat([statistic[:, :n], statistic[:, n + gone :]], 1)
 
     def _row_spans(self, row: int, held: int, q: Tensor, first: int) -> list[Span] | None:
-        """The rules' spans for the queries of a run: each later query stands one place further."""
-        spans = self.layer.spans(self._view(row, {}, held))
-        if spans is None:
-            return None
-        steps = torch.arange(1, q.shape[1] + 1, device=q.device)
-        return [
-            Span(s.start, s.stop, None if s.query_at is None else (s.query_at + steps).clamp(max=first + steps - 1))
-            for s in spans
-        ]
+        """The rules' spans for the queries of a run.
+
+        Inside a cache of the keep rule's each later query stands one place further; a read rule sees far keys from one
+        place, whatever the query.
+        """
+        view, n = self._view(row, {}, held), q.shape[1]
+        if (kept := self.layer.keep.spans(view)) is not None:
+            steps = torch.arange(1, n + 1, device=q.device)
+            return [
+                Span(s.start, s.stop, None if s.query_at is None else (s.query_at + steps).clamp(max=first + steps - 1))
+                for s in kept
+            ]
+        if (far := self.layer.read.spans(view)) is not None:
+            return [Span(s.start, s.stop, None if s.query_at is None else s.query_at.expand(n)) for s in far]
+        return None
 
     def _rotate(self, first: int, n: int) -> Rotate:
         layer = self.layer
@@ -178,7 +184,7 @@ class Intake:
         fresh = layer.read.fresh(layer.constants, layer.row_state(row), keys)
         layer.store.load(row, values | {name: tensor.squeeze(0) for name, tensor in fresh.items()})
 
-    def _settle(self, row: int, statistic: Tensor | None) -> None:
+    def settle(self, row: int, statistic: Tensor | None = None) -> None:
         """The read rule brings its state up to date with what is stored."""
         layer = self.layer
         if not layer.read.selects:
@@ -210,6 +216,8 @@ class Intake:
             weights=None if statistic is None else statistic.unsqueeze(0),
             run=int(layer.seen[row]) - self._began.get(row, 0),
             state=layer.row_state(row),
+            constants=layer.constants,
+            port=layer.port,
             ragged=False,
         )
 

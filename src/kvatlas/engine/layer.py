@@ -169,6 +169,8 @@ class LayerCache(LayerSlots):
         self.attended = []
         if chosen is None or self.archive is not None:
             self.attended.append((self.positions(self.store, view.width), view.lengths))
+        if chosen is None and self.archive is not None:
+            self.attended.append((self.positions(self.archive, self.archive.filled), self.archive.lengths))
         if chosen is not None:
             store = self.chosen_from
             of = self.positions(store, store.filled)
@@ -206,6 +208,8 @@ class LayerCache(LayerSlots):
             newest=newest,
             key=key,
             state=self.state,
+            constants=self.constants,
+            port=self.port,
             keys=store.keys,
             hole=store.next if store.holes else None,
             ragged=store.ragged,

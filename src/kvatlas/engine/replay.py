@@ -62,7 +62,11 @@ class RecordedPort:
             raise UserError(
                 f"'{self.strategy.name}' sees keys from another position: pass rope=, or use positions=true"
             )
-        return self.rope(q, (to_positions - from_positions)[0])
+        delta = to_positions - from_positions
+        if delta.dim() == 3:  # each head at its own positions: all vectors in a row
+            flat = q.reshape(1, 1, -1, q.shape[-1])
+            return self.rope(flat, delta.expand(q.shape[:3]).flatten()).view_as(q)
+        return self.rope(q, delta[0])
 
     def recompute(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(f"'{self.strategy.name}' computes keys again from the model's inputs, which replay has not")
@@ -102,13 +106,11 @@ def replay(
     facts = LayerFacts(
         strategy.read.first_layer, strategy.read.first_layer + 1, heads, k.shape[0], dim, k.dtype, k.device, dim**-0.5
     )
-    constants = {}
-    if strategy.read.calibrates:  # once a model in real use; here the recorded prompt stands for it
-        constants = strategy.read.calibrate(facts, q[:, :prompt_len], k[:, :prompt_len])
+    port = RecordedPort(strategy, heads, w_q, rope)
+    constants = _constants(strategy, facts, port, q[:, :prompt_len], k[:, :prompt_len], v[:, :prompt_len])
     shared = strategy.place.shared(1)
     clock = Clock(False, diagnose=True)
     how = Prefill(facts.scale, eager=strategy.prefill.kind == "eager")
-    port = RecordedPort(strategy, heads, w_q, rope)
     layer = LayerCache(strategy, facts, how, port, shared, constants, clock)
     layer.begin([prompt_len], total - prompt_len)
     chunk = strategy.prefill.chunk or prompt_len
@@ -122,7 +124,6 @@ def replay(
     _note_scores(layer, result)
     covered, overlap = [], []
     for t in range(prompt_len, total):
-        layer.kept_positions()  # closes the hole that an eviction left
         if hidden is not None:
             layer.foresee(hidden[t].view(1, 1, -1))
         result.output[t - prompt_len] = layer.step(q[None, :, t], k[None, :, t], v[None, :, t])[0]
@@ -160,6 +161,18 @@ def _check(
         raise UserError(f"w_q= must be [Hq * D, hidden], here {want}, not {list(w_q.shape)}")
 
 
+def _constants(
+    strategy: Strategy, facts: LayerFacts, port: RecordedPort, q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Tensor]:
+    """What calibration would find once a model in real use: here the recorded prompt stands for its text."""
+    found: dict[str, Tensor] = {}
+    if strategy.read.calibrates:
+        found |= strategy.read.finish_calibration([strategy.read.calibrate(facts, q, k)])[0]
+    if strategy.encode.calibrates:
+        found |= strategy.encode.bind(facts, port, {}, {}).calibrate(facts, q, k, v, None, None)
+    return found
+
+
 def _read_positions(layer: LayerCache) -> Tensor | list[Tensor]:
     """True positions attended in the step just taken, sorted, ``[H, n]`` (a list where the heads differ in number)."""
     rows = []
@@ -170,9 +183,7 @@ def _read_positions(layer: LayerCache) -> Tensor | list[Tensor]:
 
 def _note_scores(layer: LayerCache, result: Replay) -> None:
     if any(spec.name == "score" for spec in layer.columns):
-        n = int(layer.store.lengths[0, 0])
-        order = layer.store.column("pos")[0, :, :n].argsort(-1)
-        result.scores.append(layer.store.column("score")[0, :, :n].gather(-1, order))
+        result.scores.append(layer.store.column("score")[0].gather(-1, layer.kept_slots(0)))
 
 
 def _diagnose(q: Tensor, k: Tensor, read: Tensor | list[Tensor], scale: float) -> tuple[Tensor, Tensor]:

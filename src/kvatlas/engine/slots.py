@@ -13,6 +13,7 @@ from kvatlas.strategy.answers import POS, Column, Encode, LayerFacts, Layout, Po
 from kvatlas.strategy.place.store import GROWTH, Bytes, Store
 
 if TYPE_CHECKING:
+    from kvatlas.engine.clock import Clock
     from kvatlas.engine.intake import Intake
 
 
@@ -20,6 +21,7 @@ class LayerSlots:
     """The stores of a layer (what is kept, and perhaps an archive of what was evicted) and the sequences' state."""
 
     intake: Intake
+    clock: Clock
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class LayerSlots:
         if encode.raw and (other := self.place.archive_encode()) is not None:
             encode = other.bind(self.facts, self.port, self.constants, self.state)
         columns = encode.columns(self.facts.head_dim, self.facts.dtype)
-        if encode.positions:
+        if encode.positions or self.clock.diagnose:
             columns = (*columns, POS)
         slots = max(max(0, n - p["capacity"]) for p, n in zip(plans, prompts)) + max(reserve, 1)
         return self.layout(len(prompts), slots, encode, columns)
@@ -223,9 +225,9 @@ class LayerSlots:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, reorder or repeat sequences (``rows [n]``): every tensor of their state follows."""
+        self.compact()
         for store in (self.store, self.archive):
             if store is not None:
-                store.compact()
                 store.select_rows(rows)
         if self.last_archived is not None:
             self.last_archived = self.last_archived[0][rows], self.last_archived[1][rows]
@@ -237,17 +239,32 @@ class LayerSlots:
         self.prompts = [self.prompts[i] for i in rows.tolist()]
         self.ends = [self.ends[i] for i in rows.tolist()]
 
+    def compact(self) -> None:
+        """Close the holes that evictions left. Tokens move, so the read rule looks at its slots anew."""
+        moved = self.chosen_from.holes
+        for store in (self.store, self.archive):
+            if store is not None:
+                store.compact()
+        if moved and self.read.selects:
+            for row in range(len(self.prompts)):
+                self.intake.settle(row)
+
+    def kept_slots(self, row: int) -> Tensor:
+        """Slots ``[H, n]`` that hold a sequence's tokens, in the order of their positions."""
+        store = self.store
+        lengths, free = store.lengths[row].unsqueeze(-1), store.next[row].unsqueeze(-1)
+        n = int(lengths[0] - (free < lengths).long()[0])  # a freed slot waits for the next token
+        slots = torch.arange(store.filled, device=self.facts.device).expand(self.facts.kv_heads, -1)
+        at = store.column("pos")[row].long() if self.has_positions else slots
+        return at.masked_fill((slots >= lengths) | (slots == free), torch.iinfo(torch.int64).max).argsort(-1)[:, :n]
+
     def kept_positions(self) -> list[Tensor]:
         """Sorted true positions that each sequence keeps, ``[H, n]`` each."""
-        self.store.compact()
-        out = []
-        for row in range(len(self.prompts)):
-            n = int(self.store.lengths[row, 0])
-            if self.has_positions:
-                out.append(self.store.column("pos")[row, :, :n].long().sort(-1).values)
-            else:
-                out.append(torch.arange(n, device=self.facts.device).expand(self.facts.kv_heads, n))
-        return out
+        out = [self.kept_slots(row) for row in range(len(self.prompts))]
+        if not self.has_positions:
+            return out
+        pos = self.store.column("pos").long()
+        return [pos[row].gather(-1, slots) for row, slots in enumerate(out)]
 
     # ------------------------------------------------------------------ counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -129,6 +129,8 @@ class View:
         run: how many tokens at the end have just come (prefill only).
         selection: what was read, where not everything was.
         state: the read rule's tensors, one row per sequence.
+        constants: what calibration found for the layer.
+        port: what the rule may ask of the model (read rules only).
         keys: decoded keys ``[B, H, n, D]`` (for oracles; costs a full read).
         hole: ``[B, H]`` slot that the next token will overwrite, where one was dropped.
         ragged: not all sequences fill ``width`` slots.
@@ -146,6 +148,8 @@ class View:
     run: int = 0
     selection: Selection | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    port: Port | None = None
     keys: Callable[[], Tensor] | None = None
     hole: Tensor | None = None
     ragged: bool = True
@@ -286,6 +290,13 @@ class Read(Answer):
     def calibration_text(self) -> str | None:
         """The text to calibrate on. None: the model's."""
         return None
+
+    def calibration_file(self) -> tuple[str, dict[str, Any]] | None:
+        """A text file beside which what ``calibrate`` finds is kept for later runs, and what else decides about it."""
+        return None
+
+    def check_prompt(self, ids: Sequence[int], calibrated_on: Sequence[int]) -> None:
+        """Raise UserError for a prompt that does not go with the reader's own calibration text (token ids both)."""
 
     def calibrate(self, facts: LayerFacts, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """Once a model: queries ``[Hq, N, D]`` and keys ``[H, N, D]`` of a calibration text -> constants."""
