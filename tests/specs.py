@@ -30,6 +30,23 @@ LOSSLESS = (
     "infinigen:1.0,alpha=inf",
     "infinigen:1.0,alpha=inf,overlap=false",
     "infinigen:1.0,alpha=inf,pool=1000",
+    "scissorhands:1.0",
+    "scissorhands:1000",
+    "snapkv:1.0",
+    "snapkv:1000",
+    "alisa:1.0",
+    "alisa:1000",
+    "quest:1.0",
+    "quest:1000",
+    "pqcache:1.0",
+    "recall:1.0",
+    "recall:0.3,pages=1000",
+    "snapkv:0.3+recall:pages=1000",
+    "disk",
+    "disk:direct=false,overlap=false",
+    "virtual",
+    "flexgen:device=30,host=40,disk=30+raw",
+    "host+raw",
 )
 EVICTING = (
     "streaming:0.3",
@@ -39,7 +56,15 @@ EVICTING = (
     "h2o:0.3,sinks=2,normalise=true,gqa=sum",
     "h2o:heavy=5,recent=3",
     "random:0.3",
+    "scissorhands:0.3",
+    "scissorhands:0.3,history=11,recent=3,gqa=max",
+    "snapkv:0.3",
+    "snapkv:capacity=12,window=4,kernel=3,pool=max",
+    "alisa:0.3",
+    "h2o:0.3,layers=pyramid",
     "h2o:0.3+host",
+    "h2o:0.3+virtual",
+    "h2o:0.3+disk",
     "infinigen:0.4,pool=0.5",
     "infinigen:0.4,pool=14,policy=lru",
     "infinigen:0.4,pool=0.5,policy=fifo",
@@ -52,13 +77,42 @@ READING = (
     "infinigen:0.2",
     "infinigen:0.2,overlap=false",
     "infinigen:4,alpha=1.5,partial=0.5,gqa=sum",
+    "quest:0.3,page=4",
+    "quest:12,page=2,gqa=max,newest=false",
+    "pqcache:0.3",
+    "pqcache:0.3,bits=3,parts=4,policy=lru,cache=16,block=4",
+    "oracle:0.3+disk",
+)
+ENCODED = ("int8", "int4", "kvquant", "kvquant:bits=3", "kvquant:bits=2")
+TOGETHER = (
+    "h2o:0.3+int4",
+    "snapkv:0.3+quest:0.5,page=4",
+    "snapkv:0.3+quest:0.5,page=4+int4",
+    "infinigen:0.2+int4",
+    "streaming:0.2+host",
+    "quest:0.3,page=4+int8+host",
+    "h2o:0.5+quest:0.5,page=4",
+    "recall:0.3,page=4,pages=2",
+    "recall:0.3,page=4,pages=2,archive_as=int8",
+    "snapkv:0.3+recall:page=4,pages=2+int4",
+    "scissorhands:0.3+kvquant",
+    "oracle:0.2+kvquant+host",
+    "pqcache:0.3+int8",
+    "pqcache:0.3+disk",
+    "infinigen:0.2+disk",
+    "h2o:0.4+int4+disk",
+    "flexgen:device=30,host=40,disk=30",
+    "infllm:0.4,block=4",
+    "squeezed:quantile=0.8,clusters=0.3,recent=10",
 )
 LOSSY = EVICTING + READING
-ALL = LOSSLESS + LOSSY
+ALL = LOSSLESS + LOSSY + ENCODED + TOGETHER
 
 
 def rotates(spec: str) -> bool:
     """Does this strategy see keys from another position?"""
+    if spec.startswith("infllm"):
+        return True
     return spec.startswith("streaming") and "positions=true" not in spec and "1.0" not in spec
 
 

@@ -6,7 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from specs import ALL, ARCHS, EVICTING, LOSSLESS, LOSSY, READING, lm_of, prompts, served, theirs, tokens
+from sizes import OF_THEIR_OWN, closed_form, element, parts_of, payload_bytes
+from specs import (
+    ALL,
+    ARCHS,
+    ENCODED,
+    EVICTING,
+    LOSSLESS,
+    LOSSY,
+    READING,
+    TOGETHER,
+    lm_of,
+    prompts,
+    served,
+    theirs,
+    tokens,
+)
 from tiny import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, WINDOW
 
 from kvatlas.engine.cache import KVCache
@@ -90,9 +105,14 @@ def test_something_was_really_evicted(arch: str, spec: str) -> None:
     for layer in own:
         for row, kept in enumerate(layer.kept_positions()):
             budget = layer.keep.plan(len(ids[row]))["capacity"]
-            assert budget < len(ids[row])
+            if not layer.keep.grows():  # what generation adds is counted inside
+                pass
+            else:
+                budget += NEW
+            assert budget < len(ids[row]) + NEW
             assert kept.shape == (KV_HEADS if arch != "opt" else 4, budget)
-            assert layer.store.column("k").shape[2] <= max(layer.keep.plan(n)["capacity"] for n in RAGGED) + 1
+            slots = max(layer.keep.plan(n)["capacity"] for n in RAGGED) + (NEW if layer.keep.grows() else 1)
+            assert layer.store.filled <= slots
     assert cache.realised().kept < 0.7
     assert not torch.allclose(logits, ran(lm, "full", ids)[1], atol=1e-3)
 
@@ -106,11 +126,49 @@ def test_something_was_really_left_unread(arch: str, spec: str) -> None:
     assert acting, "no layer reads by choice"
     for layer in acting:
         assert layer.selection is not None
-        count, held = layer.selection.count, layer.store.lengths
+        held = layer.store.lengths
+        count = layer.selection.counts()
         assert (count <= (held * 0.3).long() + 6).all() and (count < held).all()
         assert layer.read_tokens() < 0.6 * float(held.sum()) / layer.facts.kv_heads
     assert cache.realised().kept == 1.0 and cache.realised().read < 0.95
     assert not torch.allclose(logits, ran(lm, "full", ids)[1], atol=1e-3)
+
+
+KL = {"int8": 1e-3, "int4": 1.0, "kvquant": 1.0, "kvquant:bits=3": 2.0, "kvquant:bits=2": 5.0}
+"""Nats on these tiny random models of 16-dimensional heads, where one bit is worth far more than in a trained one."""
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "opt", "gpt_oss"])
+@pytest.mark.parametrize("spec", ENCODED)
+def test_encoders_stay_near(arch: str, spec: str) -> None:
+    """KL to full after a prefill and ten teacher-forced steps; something is lost, and the more bits the less."""
+    lm, ids = lm_of(arch), prompts(*RAGGED)
+    follow = torch.tensor(prompts(NEW, seed=5)[0])
+    gaps = {}
+    for name in (spec, "full"):
+        cache = lm.new_cache(name)
+        lm.prefill(cache, ids, reserve=NEW + 1)
+        gaps[name] = torch.stack([lm.step(cache, token.expand(3)) for token in follow]).double().log_softmax(-1)
+    kl = (gaps["full"].exp() * (gaps["full"] - gaps[spec])).sum(-1).mean()
+    assert 0 < kl < KL[spec]
+
+
+@pytest.mark.parametrize("spec", TOGETHER)
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "opt", "gpt_oss"])
+def test_combined_answers_run_whole_and_in_chunks(arch: str, spec: str) -> None:
+    """A padded batch and a batch of one, a prompt at once and in chunks: the same strategy, its budget met."""
+    if spec not in served(arch, [spec]):
+        pytest.skip("learned positions")
+    lm, ids = lm_of(arch), prompts(*RAGGED)
+    whole, logits = ran(lm, spec, ids, 3)
+    parts, _ = ran(lm, by(spec, "chunked:11"), ids, 3)
+    _, alone = ran(lm, spec, ids[1:2], 3)
+    torch.testing.assert_close(alone[0], logits[1], atol=1e-3, rtol=1e-3)
+    acts = whole.strategy.keep.evicts or whole.strategy.read.selects
+    for cache in (whole, parts):
+        real = cache.realised()
+        assert 0 < real.read <= 1 and (not acts or real.read < 0.95 or real.kept < 0.95)
+        assert cache.bytes().total == cache.bytes_held(RAGGED, 4) or "disk" in spec
 
 
 def test_heads_keep_different_tokens() -> None:
@@ -161,36 +219,6 @@ def reachable(cache: KVCache) -> int:
     return sum(storages.values())
 
 
-def element(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()
-
-
-def closed_form(spec: str, arch: str, dtype: torch.dtype, steps: int) -> int:
-    """Bytes of a strategy on a tiny model from shapes alone: what docs/strategies.md says."""
-    strategy, rows = parse(spec), len(RAGGED)
-    heads, dim = (4, 16) if arch == "opt" else (KV_HEADS, HEAD_DIM)
-    payload, counts = 2 * dim * element(dtype), rows * heads * 8  # filled slots, int64
-    total = 0
-    for layer in range(LAYERS):
-        if arch in ("gemma3", "gpt_oss") and layer % 2 == 0:
-            total += rows * heads * min(WINDOW, max(RAGGED) + steps + 1) * (payload + 4) + 2 * counts
-            continue
-        plans = [strategy.keep.plan(n) for n in RAGGED]
-        slots = max(n + steps + 1 for n in RAGGED)
-        if "capacity" in plans[0]:
-            total += counts  # and which slot is free
-            slots = max(min(p["capacity"] + 1, n + steps + 1) for p, n in zip(plans, RAGGED))
-        name = spec.split(":")[0]
-        metadata = {"streaming": 4, "h2o": 8, "random": 8, "infinigen": 8 if "pool" in spec else 0}.get(name, 0)
-        if spec.startswith("infinigen") and layer >= 2:
-            width = int(dim * strategy.read.partial)  # type: ignore[attr-defined]
-            metadata += width * element(dtype)
-            total += rows * heads * dim * (width * element(dtype) + 4)  # the prompt's basis of partial keys, its sums
-        block = getattr(strategy.place, "block", 1)
-        total += rows * heads * -(-slots // block) * block * (payload + metadata) + counts
-    return total
-
-
 @pytest.mark.parametrize("spec", [s for s in ALL if "share" not in s])
 @pytest.mark.parametrize(
     ("arch", "dtype"),
@@ -203,14 +231,23 @@ def test_bytes_are_the_closed_form_and_the_storage(arch: str, spec: str, dtype: 
     cache, _ = ran(lm_of(arch, dtype), spec, prompts(*RAGGED), 4)
     held = cache.bytes()
     staging = cache.shared.device_bytes() if cache.shared is not None else 0
-    assert held.total == reachable(cache)
-    assert held.total - staging == closed_form(spec, arch, dtype, 4)
     assert held.total == cache.bytes_held(RAGGED, 5)
-    tokens_held = sum(float(layer.held_tokens()) * layer.facts.kv_heads for layer in cache.layers)
-    assert held.device_payload + held.host_payload == tokens_held * 2 * 16 * element(dtype)
-    assert held.device_padding >= 0 and held.host_padding >= 0
-    host = parse(spec).place.tier == "host"
-    assert (held.host > 0) == host and (arch != "llama" or not host or held.device_payload == 0)
+    own = set(OF_THEIR_OWN) & set(parts_of(spec))
+    if not own:
+        assert held.total - staging == closed_form(spec, arch, dtype, RAGGED, 5)
+    if not own & {"virtual", "disk", "flexgen"}:  # mapped memory and files are no tensors: see their own tests
+        assert held.total == reachable(cache)
+    payload = 0
+    for layer in cache.layers:
+        dim = 16
+        size = 2 * dim * element(dtype) if layer.facts.windowed else payload_bytes(spec, dim, dtype)
+        payload += int(layer.held_tokens() * layer.facts.kv_heads) * size
+        if layer.archive is not None:
+            coded = sum(c.slot_bytes() for c in layer.archive.layout.columns if c.kind == "payload")
+            payload += int(layer.archived_tokens() * layer.facts.kv_heads) * coded
+    if "alisa" not in own:  # what is computed again holds no payload
+        assert held.device_payload + held.host_payload + held.disk_payload == payload
+    assert min(held.device_padding, held.host_padding, held.disk_padding) >= 0
 
 
 @pytest.mark.parametrize("spec", ["infinigen:0.2,link=100", "infinigen:4,alpha=1.5,partial=0.5,gqa=sum,link=100"])

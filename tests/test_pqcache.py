@@ -84,7 +84,7 @@ def test_kmeans_by_angle_gives_directions() -> None:
 
 def test_without_faiss_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(UserError, match="needs faiss.*pip install faiss-cpu"):
+    with pytest.raises(UserError, match=r"needs faiss.*pip install faiss-cpu"):
         cluster([torch.randn(100, 4)], [8], iterations=5, seed=0)
 
 
@@ -169,7 +169,9 @@ def test_sinks_have_no_part_in_the_centroids(sinks: int, left_out: int) -> None:
 # ---------------------------------------------------------------------- in a model
 
 
-@pytest.mark.parametrize("spec", ["pqcache", "pqcache:1.0,bits=4", "pqcache:1000,bits=3", "pqcache:60,block=8,cache=16"])
+@pytest.mark.parametrize(
+    "spec", ["pqcache", "pqcache:1.0,bits=4", "pqcache:1000,bits=3", "pqcache:60,block=8,cache=16"]
+)
 def test_reading_all_gives_the_tokens_of_full(spec: str) -> None:
     lm, ids = lm_of("llama"), prompts(*RAGGED)
     assert tokens(lm, ids, spec) == tokens(lm, ids, "full")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from specs import lm_of, prompts, tokens
@@ -135,7 +137,9 @@ def view_of(rule: Quest, keys: Tensor, lengths: tuple[int, ...]) -> tuple[View, 
     state = {name: t.expand(batch, *t.shape).clone() for name, t in rule.begin(facts, n).items()}
     held = torch.tensor(lengths).unsqueeze(1).expand(batch, heads).contiguous()
     for row, length in enumerate(lengths if state else ()):
-        before = View(facts, None, held, length - 1, held[:, 0], {}, state={k: t[row : row + 1] for k, t in state.items()})
+        before = View(
+            facts, None, held, length - 1, held[:, 0], {}, state={k: t[row : row + 1] for k, t in state.items()}
+        )
         before.keys = lambda row=row, length=length: keys[row : row + 1, :, : length - 1]
         rule.settle(before)
     newest = held - 1
@@ -222,22 +226,35 @@ def test_replay_reads_what_is_expected_at_every_step(prefill: str) -> None:
             assert read[head].tolist() == at
             group = q[head * GROUP : (head + 1) * GROUP, 40 + step]
             out = torch.softmax(group @ k[head, at].T * DIM**-0.5, -1) @ v[head, at]
-            torch.testing.assert_close(result.output[step, head * GROUP : (head + 1) * GROUP], out, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                result.output[step, head * GROUP : (head + 1) * GROUP], out, atol=1e-5, rtol=1e-5
+            )
 
 
-def test_bounds_hold_where_slots_are_overwritten() -> None:
-    """Under an evicting keep rule every kept key stays within the bounds of its page."""
-    lm, ids = lm_of("llama"), prompts(40, 23)
-    cache = lm.new_cache("h2o:0.5+quest:0.5,page=2")
-    logits = lm.prefill(cache, ids, reserve=13)
-    for _ in range(12):
-        logits = lm.step(cache, logits.argmax(-1))
+def check_bounds(cache: Any, page: int) -> None:
+    """Every kept key lies within the bounds of its page."""
     for layer in cache.layers[2:]:
         keys, lengths = layer.store.keys(), layer.store.lengths
-        at = torch.arange(keys.shape[2]) // 2
-        filled = (torch.arange(keys.shape[2]) < lengths.unsqueeze(-1)).unsqueeze(-1)
-        assert ((layer.state["low"][:, :, at] <= keys) | ~filled).all()
-        assert ((layer.state["high"][:, :, at] >= keys) | ~filled).all()
+        slots = torch.arange(keys.shape[2])
+        filled = (slots < lengths.unsqueeze(-1)).unsqueeze(-1)
+        assert ((layer.state["low"][:, :, slots // page] <= keys) | ~filled).all()
+        assert ((layer.state["high"][:, :, slots // page] >= keys) | ~filled).all()
+
+
+@pytest.mark.parametrize("spec", ["h2o:0.5+quest:0.5,page=2", "h2o:0.5+quest:0.5,page=3+host"])
+def test_bounds_hold_where_slots_are_overwritten(spec: str) -> None:
+    """Under an evicting keep rule, also when sequences are forked and their holes closed, and after a later turn."""
+    lm = lm_of("llama")
+    cache = lm.new_cache(spec)
+    logits = lm.prefill(cache, prompts(40, 23), reserve=50)
+    for step in range(40):
+        logits = lm.step(cache, logits.argmax(-1))
+        check_bounds(cache, 2 if "page=2" in spec else 3)
+        if step % 7 == 6:
+            cache.select_rows([1, 0])
+            logits = logits[[1, 0]]
+    lm.extend(cache, 0, prompts(9)[0])
+    check_bounds(cache, 2 if "page=2" in spec else 3)
 
 
 COMPOSED = ["quest:0.2,page=2+host", "h2o:0.5+quest:0.5,page=2", "quest:0.3,page=2+paged:block=4"]

@@ -1,18 +1,23 @@
 """KV Atlas: measure, choose and use KV-cache strategies.
 
-``load`` gives a model to generate with, ``cache`` a cache for your own transformers code, ``replay`` runs a strategy on
-recorded attention. Importing this package imports nothing heavy; each of them does when it is first used.
+``load`` gives a model to generate with, ``cache`` a cache for your own transformers code, ``save_cache`` and
+``load_cache`` put one into a file and back, ``replay`` runs a strategy on recorded attention, ``inspect`` looks at
+what one reads. Importing this package imports nothing heavy; each of them does when it is first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["LM", "Generation", "UserError", "__version__", "cache", "load", "replay"]
+from kvatlas.version import __version__
+
+__all__ = [
+    "LM", "Generation", "Session", "UserError", "__version__", "cache", "inspect", "load", "load_cache", "replay",
+    "save_cache",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from kvatlas.api import LM, Generation, UserError, cache, load, replay
+    from kvatlas.api import LM, Generation, Session, UserError, cache, inspect, load, load_cache, replay, save_cache
 
 
 def __getattr__(name: str) -> Any:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 from weakref import WeakKeyDictionary
 
+from kvatlas.engine import saved
 from kvatlas.engine.cache import KVCache
+from kvatlas.engine.calibrate import calibrated
 from kvatlas.engine.lm import LM, Generation
 from kvatlas.engine.replay import Replay, replay
+from kvatlas.engine.session import Session
 from kvatlas.errors import UserError
 from kvatlas.model.bridge import AtlasCache
 from kvatlas.model.load import load_model
+from kvatlas.quality.inspect import Inspection, inspect
 from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
 from kvatlas.workload.text import default_text
 
-__all__ = ["LM", "Generation", "Replay", "UserError", "cache", "load", "replay"]
+__all__ = [
+    "LM", "Generation", "Inspection", "Replay", "Session", "UserError", "cache", "inspect", "load", "load_cache",
+    "replay", "save_cache",
+]  # fmt: skip
 
 
 def load(
@@ -67,18 +75,68 @@ def cache(strategy: str | Strategy, model: Any, *, reserve: int = 256, tokenizer
     return made
 
 
+def save_cache(cache: KVCache | AtlasCache, path: str | Path) -> None:
+    """Write a cache, with all that its sequences need to go on, to a safetensors file.
+
+    The cache goes on unchanged. The file is written beside ``path`` first, so that a failure leaves what was there.
+
+    Args:
+        cache: what ``LM.new_cache`` made and ``LM.prefill`` filled, or a ``kvatlas.cache`` that was generated with.
+        path: of the file, in a folder that exists.
+
+    Raises:
+        UserError: a cache that holds nothing or only a part of a prompt, a file that cannot be written.
+    """
+    if isinstance(cache, AtlasCache):
+        kv: Any = cache.kv
+        saved.save(kv, path, {"columns": cache.columns})
+    else:
+        saved.save(cache, path)
+
+
+@overload
+def load_cache(path: str | Path, lm: LM, *, reserve: int = 256) -> KVCache: ...
+@overload
+def load_cache(path: str | Path, lm: Any, *, reserve: int = 256) -> Any: ...
+def load_cache(path: str | Path, lm: Any, *, reserve: int = 256) -> Any:
+    """A saved cache, under the strategy and on the place that it had.
+
+    Args:
+        path: a file that ``save_cache`` (or ``Session.save``) wrote.
+        lm: the model that the cache was made with: what ``load`` gave, or a transformers model, for which the cache is
+            one for ``model.generate``.
+        reserve: new tokens to make room for at first.
+
+    Raises:
+        UserError: no such file, none of ours, another model or dtype, a newer format, a damaged file.
+    """
+    if isinstance(lm, LM):
+        return saved.load_cache(path, lm, reserve)[0]
+    if not hasattr(lm, "config"):
+        raise UserError(f"kvatlas.load_cache wants what kvatlas.load gave or a model, not {type(lm).__name__}")
+    served = LM(lm, lean=False)  # lean would rearrange the user's weights
+    kv, about = saved.load_cache(path, served, reserve)
+    if "columns" not in about:
+        raise UserError(f"{path} was saved from an LM's cache; load it with what kvatlas.load gives")
+    made = AtlasCache(kv, served.facts.layers, reserve=reserve, seen=about["columns"])
+    served.bridge.watch(made)
+    return made
+
+
 _constants: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _calibrated(lm: LM, strategy: Strategy) -> Any:
     """The strategy's constants, found once a model (with or without a tokenizer). It keeps no model alive."""
-    if not strategy.read.calibrates:
+    answers = calibrated(strategy)
+    if not answers:
         return None
-    known, key = _constants.setdefault(lm.model, {}), (strategy.read.calibration(), lm.tokenizer is not None)
-    if key not in known:
+    keys = (*(answer.calibration() for answer in answers), lm.tokenizer is not None)
+    known = _constants.setdefault(lm.model, {})
+    if keys not in known:
         lm.calibration = calibration_text()
-        known[key] = lm.constants(strategy)
-    return known[key]
+        known[keys] = lm.constants(strategy)
+    return known[keys]
 
 
 def calibration_text() -> str:

@@ -35,7 +35,7 @@ def plain_quantise(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """The same in PyTorch; its codes and scales are the native ones to the bit."""
     dim, levels = x.shape[-1], 2.0**bits - 1
     values = _grouped(x.float(), group)
-    low = values.amin(-1, keepdim=True)
+    low = values.amin(-1, keepdim=True) + (values * 0).sum(-1, keepdim=True)  # NaN where an element is not finite
     zero = (low - low.abs() * 2.0**-11).clamp(-MOST, MOST).half()
     scale = ((values.amax(-1, keepdim=True) - zero.float()) / levels).clamp(LEAST, MOST).half()
     codes = (values - zero.float()).div_(scale.float()).clamp_(0, levels).round_()

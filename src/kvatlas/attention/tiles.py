@@ -39,9 +39,7 @@ class Packed:
 
     def map(self, pick: Callable[[Tensor], Tensor]) -> Packed:
         """The same codes at other slots: ``pick`` acts on each tensor ``[B, H, n, ...]``."""
-        return replace(
-            self, k=pick(self.k), v=pick(self.v), k_scale=pick(self.k_scale), v_scale=pick(self.v_scale)
-        )
+        return replace(self, k=pick(self.k), v=pick(self.v), k_scale=pick(self.k_scale), v_scale=pick(self.v_scale))
 
 
 @dataclass(slots=True)

@@ -93,8 +93,9 @@ def compare(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", help="Such as h2o:0.3; see `kvatlas strategies`.")
-    ] = "full",
+        str | None,
+        typer.Option("--strategy", "-s", help="Such as h2o:0.3; see `kvatlas strategies`.", show_default="full"),
+    ] = None,
     model: Model = "smollm2",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -111,6 +112,12 @@ def generate(
     load_format: LoadFormat = "auto",
     beyond_trained: Beyond = False,
     threads: Threads = None,
+    save_cache: Annotated[
+        str | None, typer.Option(help="Write prompt, answer and cache to this file; with -n 0 only the prompt.")
+    ] = None,
+    load_cache: Annotated[
+        str | None, typer.Option(help="Go on from such a file: the prompt is its next turn, under its strategy.")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on stderr what it took and what was kept.")] = False,
 ) -> None:
     """Generate text under a strategy, as it comes."""
@@ -120,7 +127,39 @@ def generate(
         Request(
             prompt=prompt, strategy=strategy, model=model, max_new_tokens=max_new_tokens, temperature=temperature,
             top_p=top_p, seed=seed, chat=chat, dtype=dtype, device=device, load_format=load_format,
-            beyond_trained=beyond_trained, threads=threads, stats=stats,
+            beyond_trained=beyond_trained, threads=threads, stats=stats, save_cache=save_cache, load_cache=load_cache,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def inspect(
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="Such as h2o:0.3; see `kvatlas strategies`.")],
+    prompt_file: Annotated[
+        str | None, typer.Option(help="UTF-8 text to read, all of it; Python's manual if not given.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Only so many tokens of the text; 1024 of the manual if not given.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps that are looked at.")] = 16,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Feed the model's own answer; default: the text's last tokens, one a step.")
+    ] = False,
+    model: Model = "smollm2",
+    out: Annotated[str | None, typer.Option(help="Folder for a page, a picture and all numbers.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: float32.")] = "auto",
+    device: Device = "cpu",
+    load_format: LoadFormat = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Why a strategy fails: what it reads in each layer and KV head, against what full attention would look at."""
+    from kvatlas.cli.inspect import Request, run_inspect
+
+    run_inspect(
+        Request(
+            strategy=strategy, prompt_file=prompt_file, prompt_tokens=prompt_tokens, steps=steps, greedy=greedy,
+            model=model, out=out, dtype=dtype, device=device, load_format=load_format, threads=threads, json=json,
         )
     )  # fmt: skip
 

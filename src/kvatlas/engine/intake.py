@@ -31,7 +31,7 @@ class Intake:
     def run(self, row: int, q: Tensor, k: Tensor, v: Tensor, final: bool) -> Tensor:
         """Attend to what is held and to the run itself, and store it; ``[T, Hq, D]``."""
         layer, first = self.layer, int(self.layer.seen[row])
-        layer.store.compact()
+        layer.compact()
         past = self._past(row, q, first) if first and layer.strategy.prefill.kind != "chunked-isolated" else []
         ends = first + q.shape[1] if final or layer.strategy.prefill.evict_chunks else layer.ends[row]
         out, statistic = attend_prefill(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvatlas.engine.cache import CacheShape, KVCache
-from kvatlas.engine.calibrate import calibrate
+from kvatlas.engine.calibrate import calibrate, calibrated, merged, text_ids
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.sampling import Sampling
 from kvatlas.errors import UserError
@@ -20,6 +20,9 @@ from kvatlas.model.lean import LeanDecoder
 from kvatlas.model.project import Projector
 from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
+
+if TYPE_CHECKING:
+    from kvatlas.engine.session import Session
 
 
 @dataclass(slots=True)
@@ -50,15 +53,23 @@ class LM:
         self.lean = LeanDecoder(model) if lean and LeanDecoder.supports(model) else None
         self.shape = shape_of(model)
         self._constants: dict[Any, Any] = {}
+        self._texts: dict[str, list[int]] = {}
 
     def constants(self, strategy: Strategy) -> Any:
-        """What the strategy's reader needs once a model; found at the first call."""
-        if not strategy.read.calibrates:
+        """What the strategy's reader and encoder need once a model, a mapping for each layer; found at the first call.
+
+        None where nothing has to be known.
+        """
+        answers = calibrated(strategy)
+        if not answers:
             return None
-        key = strategy.read.calibration()
-        if key not in self._constants:
-            self._constants[key] = calibrate(self, strategy.read)
-        return self._constants[key]
+        keys = tuple(answer.calibration() for answer in answers)
+        for key, answer in zip(keys, answers):
+            if (key,) not in self._constants:
+                self._constants[(key,)] = calibrate(self, answer)
+        if keys not in self._constants:
+            self._constants[keys] = merged([self._constants[(key,)] for key in keys])
+        return self._constants[keys]
 
     def new_cache(self, strategy: str | Strategy, clock: Clock | None = None) -> KVCache:
         """An empty cache under a strategy."""
@@ -77,6 +88,7 @@ class LM:
         first = int(cache.seen[row])
         todo = list(ids)
         if first == 0:
+            self._check_prompt(cache, todo)
             reused = cache.match_prefix(row, todo)
             todo, first = todo[reused:], reused
         size = cache.strategy.prefill.chunk or len(todo)
@@ -90,6 +102,15 @@ class LM:
             cache.finish_prefill(row, list(ids))
         assert logits is not None, "a run has at least one token"
         return logits
+
+    def _check_prompt(self, cache: KVCache, ids: list[int]) -> None:
+        """A reader that is calibrated on a text of its own may want prompts to begin with it."""
+        text = cache.strategy.read.calibration_text()
+        if text is None:
+            return
+        if text not in self._texts:
+            self._texts[text] = text_ids(self, text)
+        cache.strategy.read.check_prompt(ids, self._texts[text])
 
     def _forward_run(self, cache: KVCache, row: int, part: list[int], first: int, final: bool) -> Tensor:
         driver = AtlasCache(cache, self.facts.layers, rows=[row], seen=first)
@@ -187,6 +208,20 @@ class LM:
             if i + 1 == max_new_tokens or bool(done.all()):
                 return
             logits = self.step(cache, tokens)
+
+    def session(
+        self, strategy: str | Strategy = "full", *, system: str | None = None, beyond_trained: bool = False
+    ) -> Session:
+        """A conversation with one cache: append turns, generate answers, fork it, save it.
+
+        Args:
+            strategy: a spec such as ``"h2o:0.3"``; its budget is of the first turn.
+            system: a system message for turns in the chat template.
+            beyond_trained: let it pass the model's trained positions.
+        """
+        from kvatlas.engine.session import Session
+
+        return Session(self, self.new_cache(strategy), system, beyond_trained)
 
     # -------------------------------------------------------------- tokenizer
 

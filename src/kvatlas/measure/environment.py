@@ -7,8 +7,8 @@ import platform
 import time
 from pathlib import Path
 
-import kvatlas
 from kvatlas.measure.schema import Environment
+from kvatlas.version import __version__
 
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "avx10_1"}  # processor flags (x86, Arm) of products in bfloat16
 
@@ -21,7 +21,7 @@ def environment(device: str = "cpu") -> Environment:
 
     accelerator = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return Environment(
-        kvatlas=kvatlas.__version__,
+        kvatlas=__version__,
         torch=torch.__version__,
         transformers=transformers.__version__,
         python=platform.python_version(),

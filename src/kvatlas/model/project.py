@@ -25,7 +25,8 @@ class Projector:
     def __init__(self, model: Any) -> None:
         self.attentions: list[Any] = attentions_of(model)
         self.facts = facts_of(model)
-        self.rotary: Any = getattr(decoder_of(model), "rotary_emb", None)
+        self.decoder: Any = decoder_of(model)
+        self.rotary: Any = getattr(self.decoder, "rotary_emb", None)
         config = model.config.get_text_config(decoder=True)
         self._by_type = _takes_layer_type(self.rotary)
         self._types = getattr(config, "layer_types", None) or [None] * len(self.attentions)

@@ -22,7 +22,7 @@ import torch  # also loads the OpenMP runtime that the library is linked to
 FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
 COMPILERS = ("g++", "c++", "clang++")
-NEEDED = ("avx2", "fma")
+NEEDED = ("avx2", "f16c", "fma")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,12 @@ static inline Floats floats_of(Ints x) {
 #endif
 }
 
-static inline void store_bytes(uint8_t* to, Words x) {
+static inline void store_low_bytes(uint8_t* to, Words x) {
+#ifdef KVATLAS_AVX512
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
     for (int i = 0; i < LANES; i++) to[i] = uint8_t(x[i]);
+#endif
 }
 
 constexpr int MAX_DIM = 256;
@@ -35,20 +39,23 @@ struct Packing {
           half(bits == 4 ? (dim + 1) / 2 : dim) {}
 };
 
-// Up to LANES elements that follow one another, of one group and one half.
+// Up to LANES bytes of codes that follow one another, all of one group or, with 4 bits, of one for each half.
 struct Chunk {
-    int first, count, group;
+    int first, count, lower, upper;
 };
 
 // The chunks of a row. Where a stretch is longer than a vector its last chunk reaches back over the one before.
 static std::vector<Chunk> chunks_of(const Packing& p) {
     std::vector<Chunk> chunks;
-    for (int first = 0, end; first < p.dim; first = end) {
-        end = std::min(p.dim, (first / p.group + 1) * p.group);
-        if (first < p.half) end = std::min(end, p.half);
+    auto group_of = [&](int element) { return element / p.group; };
+    int upper = p.bits == 4 ? p.half : 0;
+    for (int first = 0, end; first < p.half; first = end) {
+        int lower_group = group_of(first), upper_group = group_of(first + upper);
+        for (end = first + 1; end < p.half; end++)
+            if (group_of(end) != lower_group || group_of(end + upper) != upper_group) break;
         for (int at = first; at < end; at += LANES) {
             int from = end - first < LANES ? first : std::min(at, end - LANES);
-            chunks.push_back({from, std::min(LANES, end - from), first / p.group});
+            chunks.push_back({from, std::min(LANES, end - from), lower_group, upper_group});
         }
     }
     return chunks;
@@ -80,6 +87,12 @@ static inline Floats broadcast(const float* from) {
 #endif
 }
 
+static inline void convert_pair(const char* halves, float* to) {
+    int pair;
+    memcpy(&pair, halves, 4);
+    _mm_storel_pi((__m64*)to, _mm_cvtph_ps(_mm_cvtsi32_si128(pair)));
+}
+
 // Rows of codes that become rows of floats, `to_step` floats apart; `scales` [count, pairs] holds factors and zeros.
 struct Unpacked {
     const char* rows[BLOCK];
@@ -89,19 +102,26 @@ struct Unpacked {
     int64_t to_step;
 };
 
-// One chunk of every row. `pick` takes a code out of its byte, which is `at` bytes from the row's start.
-template <class Pick> static void unpack_chunk(const Unpacked& u, Chunk chunk, int at, Pick pick) {
+// One chunk of every row; Bits and dim as in Packing.
+template <int Bits> static void unpack_chunk(const Unpacked& u, Chunk chunk, int half) {
     int count = u.count, pairs = u.pairs;
-    const float* scale = u.scales + chunk.group * 2;
+    const float *lower = u.scales + chunk.lower * 2, *upper = u.scales + chunk.upper * 2;
     float* to = u.to + chunk.first;
     int64_t step = u.to_step;
-    if (chunk.count < LANES) {
-        for (int i = 0; i < count; i++, scale += pairs, to += step)
-            for (int j = 0; j < chunk.count; j++) to[j] = pick(int(uint8_t(u.rows[i][at + j]))) * scale[0] + scale[1];
-        return;
+    for (int i = 0; i < count; i++, lower += pairs, upper += pairs, to += step) {
+        const char* from = u.rows[i] + chunk.first;
+        if (__builtin_expect(chunk.count == LANES, 1)) {
+            Ints bytes = load_bytes(from);
+            store(to, floats_of(Bits == 4 ? bytes & 15 : bytes) * broadcast(lower) + broadcast(lower + 1));
+            if (Bits == 4) store(to + half, floats_of(bytes >> 4) * broadcast(upper) + broadcast(upper + 1));
+            continue;
+        }
+        for (int j = 0; j < chunk.count; j++) {
+            int byte = uint8_t(from[j]);
+            to[j] = (Bits == 4 ? byte & 15 : byte) * lower[0] + lower[1];
+            if (Bits == 4) to[half + j] = (byte >> 4) * upper[0] + upper[1];
+        }
     }
-    for (int i = 0; i < count; i++, scale += pairs, to += step)
-        store(to, floats_of(pick(load_bytes(u.rows[i] + at))) * broadcast(scale) + broadcast(scale + 1));
 }
 
 template <class O> struct PackedDecode : Decode<float, O> {
@@ -119,23 +139,13 @@ template <class O> struct PackedDecode : Decode<float, O> {
         float scales[BLOCK * groups * 2];
         Unpacked u;
         u.scales = scales, u.count = count, u.pairs = groups * 2, u.to = to, u.to_step = row_floats;
-        for (int i = 0; i < count; i++) {
-            u.rows[i] = side.codes + slots[i] * side.code_step;
-            const char* halves = side.scales + slots[i] * side.scale_step;
-            for (int g = 0; g < groups; g++) {
-                int pair;
-                memcpy(&pair, halves + g * 4, 4);
-                _mm_storel_pi((__m64*)(scales + (i * groups + g) * 2), _mm_cvtph_ps(_mm_cvtsi32_si128(pair)));
-            }
-        }
-        for (const Chunk& chunk : chunks) {
-            if (packing.bits == 8)
-                unpack_chunk(u, chunk, chunk.first, [](auto x) INLINE { return x; });
-            else if (chunk.first < packing.half)
-                unpack_chunk(u, chunk, chunk.first, [](auto x) INLINE { return x & 15; });
-            else
-                unpack_chunk(u, chunk, chunk.first - packing.half, [](auto x) INLINE { return x >> 4; });
-        }
+        Side from = side;
+        for (int i = 0; i < count; i++) u.rows[i] = from.codes + slots[i] * from.code_step;
+        for (int i = 0; i < count; i++)
+            for (int g = 0; g < groups; g++)
+                convert_pair(from.scales + slots[i] * from.scale_step + g * 4, scales + (i * groups + g) * 2);
+        for (const Chunk& chunk : chunks)
+            packing.bits == 4 ? unpack_chunk<4>(u, chunk, packing.half) : unpack_chunk<8>(u, chunk, 0);
     }
 
     // As Decode::piece. One scratch serves first the keys and then the values of a block.
@@ -173,15 +183,28 @@ struct Quantise {
     Packing packing;
 };
 
+// The least and the largest of x; NaN where one of them is NaN or infinite, so that a broken key stays one.
+static inline void range_of(const float* x, int count, float& low, float& high) {
+    Floats lows = splat(x[0]), highs = lows, broken{};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Floats here = load(x + i);
+        lows = here < lows ? here : lows;
+        highs = maximum(here, highs);
+        broken += here * 0.0f;
+    }
+    low = -largest(-lows), high = largest(highs);
+    float zero = total(broken);
+    for (; i < count; i++) low = std::min(low, x[i]), high = std::max(high, x[i]), zero += x[i] * 0.0f;
+    low += zero;
+}
+
 // One group from x to codes. Zero is rounded down, so that the least element is not cut off; what zero's rounding adds
 // to the range goes into the scale. Writes up to LANES - 1 codes past the end.
 static void quantise_group(const float* x, int count, int bits, uint8_t* codes, uint16_t* scale) {
     const float most = 65504, least = 5.9604645e-8f, magic = 12582912.0f;  // of float16; 1.5 * 2^23
-    float low = x[0], high = x[0], levels = bits == 4 ? 15 : 255;
-    for (int i = 1; i < count; i++) {  // NaN stays
-        low = x[i] >= low ? low : x[i];
-        high = x[i] <= high ? high : x[i];
-    }
+    float levels = bits == 4 ? 15 : 255, low, high;
+    range_of(x, count, low, high);
     auto within = [](float y, float a, float b) { return y < a ? a : y > b ? b : y; };
     scale[1] = _cvtss_sh(within(low - std::fabs(low) * 0x1p-11f, -most, most), 0);
     float zero = _cvtsh_ss(scale[1]);
@@ -191,7 +214,7 @@ static void quantise_group(const float* x, int count, int bits, uint8_t* codes, 
         Floats y = (load(x + i) - zero) / factor;
         y = y < Floats{} ? Floats{} : y;
         y = y > splat(levels) ? splat(levels) : y;
-        store_bytes(codes + i, (Words)(y + magic));
+        store_low_bytes(codes + i, (Words)(y + magic));
     }
 }
 

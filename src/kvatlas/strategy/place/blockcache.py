@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import Tile
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Layout, Selection, Shared, Span, Transfers
-from kvatlas.strategy.place.device import tiles_of
+from kvatlas.strategy.place.fetch import Arrive, after
 from kvatlas.strategy.place.host import Host, HostStore
-from kvatlas.strategy.place.link import Link
+from kvatlas.strategy.place.link import Link, Wait
 from kvatlas.strategy.place.resident import Resident
 from kvatlas.strategy.place.store import Bytes, Store
 from kvatlas.strategy.registry import Preset, register
@@ -59,6 +58,10 @@ class BlockCache(Host):
         assert isinstance(shared, CountingLink)
         return CachedStore(layout, shared, self)
 
+    def in_place(self, layout: Layout) -> bool:
+        """Selections go through the cache, also where the model runs on the CPU."""
+        return layout.limit is None and super().in_place(layout)
+
     def bytes_held(self, layout: Layout) -> int:
         """The host's columns, the device's metadata and its blocks."""
         return super().bytes_held(layout) + Resident.bytes_of(layout, self.cache, self.block)
@@ -94,88 +97,47 @@ class CachedStore(HostStore):
     def __init__(self, layout: Layout, link: CountingLink, place: BlockCache) -> None:
         super().__init__(layout, link)
         self.resident = Resident(layout, self.capacity, place.cache, place.block, place.policy, place.topk)
-        self._coming: tuple[Selection, dict[str, Tensor], Callable[[], None]] | None = None
-        self._entering: Callable[[], None] | None = None
+        self._entering: Wait | None = None
 
     # ------------------------------------------------------------------ reading
 
-    def prefetch(self, selection: Selection | None) -> None:
-        if selection is None:
-            super().prefetch(None)
-        elif self._coming is None:
-            self._coming = (selection, *self._gather(selection, head=1, ahead=True))
+    def _all_here(self) -> dict[str, Tensor] | None:
+        return None if self.resident.active else super()._all_here()
 
     def tiles(self, selection: Selection | None, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
-        if selection is None:
-            yield from super().tiles(None, spans)
-            return
-        for part in selection.parts():
-            staged = self._staged(part)
-            for name in self._needs():
-                if name not in staged:
-                    staged[name] = take_slots(self.data[name], part.index)
-            yield from tiles_of(self.layout, staged, part.count, None, (Span(0, None, part.query_at),))
-        for part in selection.parts():
-            self._admit(part)
+        yield from super().tiles(selection, spans)
+        if self.resident.active and selection is not None:
+            for part in selection.parts():
+                self._admit(part)
 
-    def _staged(self, selection: Selection) -> dict[str, Tensor]:
-        """The payload of a selection, ``[B, H, n, ...]`` on the device."""
-        coming, self._coming = self._coming, None
-        if coming is None or coming[0] is not selection.foreseen:
-            if coming is not None:
-                coming[2]()
-            staged, wait = self._gather(selection, head=0, ahead=False)
-            wait()
-            return staged
-        foreseen, staged, wait = coming
-        wait()
-        new = selection.index[..., : selection.index.shape[-1] - foreseen.index.shape[-1]]
-        assert new.shape[-1] == 1, "staging leaves room for the newest token"
-        for name, buffer in staged.items():
-            buffer[:, :, 0] = take_slots(self.data[name], new)[:, :, 0]
-        return staged
-
-    def _gather(self, selection: Selection, head: int, ahead: bool) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Bring a selection into staging, after ``head`` free slots: from the blocks, or else by the link."""
+    def _bring(self, part: Selection, head: int, ahead: bool) -> Arrive:
+        """What is resident comes from there, the rest by the link."""
         self._entered()
-        index = selection.index
-        batch, heads, n = index.shape
+        index, count, n = part.index, part.count, part.index.shape[2]
         at = self.resident.find(index)
-        ranks = torch.arange(n, device=index.device)
-        missing = ((at < 0) & (ranks < selection.count.unsqueeze(-1))).nonzero(as_tuple=True)
-        source = self._flat(*missing[:2], index[missing], self.capacity).cpu()
-        target = self._flat(*missing[:2], missing[2] + head, n + head)
+        missing = (at < 0) & (torch.arange(n, device=index.device) < count.unsqueeze(-1))
+        rows, heads, ranks = missing.nonzero(as_tuple=True)
+        source = self._flat(rows, heads, index[rows, heads, ranks], self.capacity).cpu()
+        target = self._flat(rows, heads, ranks + head, n + head)
         self.link.misses += len(source)
-        self.link.hits += int(selection.count.sum()) - len(source)
-        staged = self._stage(batch, heads, n + head)
+        self.link.hits += int(count.sum()) - len(source)
+        assert self.layout.limit is not None
+        buffers = self._staged("selection", n + head, self.layout.limit(self.capacity) + 1)
 
         def copy() -> int:
             moved = 0
-            for name, buffer in staged.items():
-                self.resident.read(name, buffer[:, :, head:], at, beside=ahead)
-                rows = self.data[name].flatten(0, 2).index_select(0, source)
-                buffer.flatten(0, 2).index_copy_(0, target, rows.to(buffer.device, non_blocking=True))
-                moved += rows.nbytes
+            for name, buffer in buffers.items():
+                self.resident.read(name, buffer[:, :, head:], at)
+                taken = self.data[name].flatten(0, 2).index_select(0, source)
+                buffer.flatten(0, 2).index_copy_(0, target, taken.to(buffer.device, non_blocking=True))
+                moved += taken.nbytes
             return moved
 
-        return staged, self.link.start(copy, self.layout.device, ahead)
+        return after(_holding(self.link.start(copy, self.layout.device, ahead), at, target), buffers)
 
     def _flat(self, rows: Tensor, heads: Tensor, slots: Tensor, width: int) -> Tensor:
         """Where ``[rows, heads, slots]`` are in a tensor ``[B, H, width, ...]`` whose first three axes are one."""
         return (rows * self.layout.kv_heads + heads) * width + slots
-
-    def _stage(self, batch: int, heads: int, n: int) -> dict[str, Tensor]:
-        limit = self.layout.limit(self.capacity) if self.layout.limit is not None else self.capacity
-        most = (limit + 1) * batch * heads
-        self.link.turn("selection")
-        return {
-            spec.name: self.link.stage(
-                "selection", spec.name, (batch, heads, n, *spec.tail), most * torch.Size(spec.tail).numel(), spec.dtype,
-                self.layout.device,
-            )
-            for spec in self.layout.columns
-            if spec.kind == "payload"
-        }  # fmt: skip
 
     # ----------------------------------------------------------------- admission
 
@@ -197,7 +159,8 @@ class CachedStore(HostStore):
                 moved += taken.nbytes
             return moved
 
-        self._entering = self.link.start(copy, self.layout.device, ahead=True)
+        wait = self.link.start(copy, self.layout.device, ahead=True)
+        self._entering = _holding(wait, rows, heads, places)
 
     def _entered(self) -> None:
         """Wait for blocks that are on their way."""
@@ -231,11 +194,10 @@ class CachedStore(HostStore):
             self.resident.forget()
         super().compact()
 
-    def _ensure(self, capacity: int) -> None:
-        before = self.capacity
-        super()._ensure(capacity)
-        if self.capacity != before:
-            self.resident.grow(self.capacity)
+    def _resize(self, capacity: int) -> None:
+        self._entered()
+        super()._resize(capacity)
+        self.resident.grow(capacity)
 
     def select_rows(self, rows: Tensor) -> None:
         self._entered()
@@ -244,6 +206,17 @@ class CachedStore(HostStore):
 
     def bytes(self) -> Bytes:
         return super().bytes() + Bytes(device_metadata=self.resident.bytes())
+
+
+def _holding(wait: Wait, *tensors: Tensor) -> Wait:
+    """The same wait; until it is over, a copy beside compute may still look at these tensors."""
+
+    def over() -> None:
+        nonlocal tensors
+        wait()
+        tensors = ()
+
+    return over
 
 
 register(Preset("blockcache", {"place": BlockCache}, "host memory; blocks that are read often stay on the device"))

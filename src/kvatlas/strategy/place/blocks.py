@@ -98,9 +98,9 @@ class BlockTable(Shared):
         self._lengths = lengths.copy()
 
     def own(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Sequences ``rows`` will write to their blocks ``columns``, each pair once: shared ones are replaced by copies,
+        """Sequences ``rows`` will write to their blocks ``columns``, each pair once: shared ones become copies.
 
-        except where one sequence ends up as the only owner.
+        One sequence may keep a block of which it ends up as the only owner.
         """
         shared = self.refs[self.table[rows, columns]] > 1
         rows, columns = rows[shared], columns[shared]

@@ -82,8 +82,9 @@ class SlotStore(Store):
 
     def append(self, values: Mapping[str, Tensor]) -> Tensor:
         # once a sequence holds ``most``, each new token fills the hole of another
-        self.filled = self.filled + 1 if self.most is None else min(self.filled + 1, self.most)
-        self._ensure(self.filled)
+        filled = self.filled + 1 if self.most is None else min(self.filled + 1, self.most)
+        self._ensure(filled)
+        self.filled = filled
         uniform = not (self.ragged or self.holes)
         slots = self._advance()
         at = (slice(None), slice(None), self.filled - 1) if uniform else (self._rows, self._heads, slots)

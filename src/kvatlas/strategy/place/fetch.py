@@ -68,8 +68,8 @@ class FetchingStore(SlotStore):
         """Start to bring a run's payload."""
 
     @abstractmethod
-    def _bring(self, index: Tensor, head: int, ahead: bool) -> Arrive:
-        """Start to bring the payload of slots ``index [B, H, n]``, after ``head`` free places."""
+    def _bring(self, part: Selection, head: int, ahead: bool) -> Arrive:
+        """Start to bring the payload of a selection, ``[B, H, n, ...]``, after ``head`` free places."""
 
     def _all_here(self) -> dict[str, Tensor] | None:
         """The whole payload, where a selection can be attended to in place."""
@@ -85,7 +85,7 @@ class FetchingStore(SlotStore):
         if selection is None:
             self.link.comes_next(self)
         elif self._foreseen is None and self._all_here() is None:
-            self._foreseen = selection, self._bring(selection.index, head=1, ahead=True)
+            self._foreseen = selection, self._bring(selection, head=1, ahead=True)
 
     def tiles(self, selection: Selection | None, spans: Sequence[Span] | None = None) -> Iterator[Tile]:
         self.link.claim(self)
@@ -115,7 +115,7 @@ class FetchingStore(SlotStore):
         if foreseen is None or foreseen[0] is not selection.foreseen:
             if foreseen is not None:
                 foreseen[1]()
-            return self._bring(selection.index, head=0, ahead=False)()
+            return self._bring(selection, head=0, ahead=False)()
         values = foreseen[1]()
         new = selection.index[..., : selection.index.shape[-1] - foreseen[0].index.shape[-1]]
         assert new.shape[-1] == 1, "staging leaves room for the newest token"

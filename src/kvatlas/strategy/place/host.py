@@ -103,13 +103,13 @@ class HostStore(FetchingStore):
         wait = self.link.start(lambda: sum(move(buffers[n], sources[n]) for n in sources), self.layout.device, ahead)
         return after(wait, buffers)
 
-    def _bring(self, index: Tensor, head: int, ahead: bool) -> Arrive:
+    def _bring(self, part: Selection, head: int, ahead: bool) -> Arrive:
         most = self.layout.limit(self.capacity) if self.layout.limit is not None else self.capacity
-        buffers = self._staged("selection", index.shape[2] + head, most + 1)
+        buffers = self._staged("selection", part.index.shape[2] + head, most + 1)
         sources = {name: self.data[name] for name in buffers}
 
         def copy() -> int:
-            at = index.cpu()
+            at = part.index.cpu()
             return sum(move(buffer[:, :, head:], sources[name], at) for name, buffer in buffers.items())
 
         return after(self.link.start(copy, self.layout.device, ahead), buffers)

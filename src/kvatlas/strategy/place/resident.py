@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from kvatlas.attention.choose import move
 from kvatlas.strategy.answers import Layout, Selection
-from kvatlas.strategy.place.store import put_slots
+from kvatlas.strategy.place.store import payload, put_slots
 
 AGE = 64
 """Steps after which counts are halved, lest a block live on what it once was."""
@@ -28,6 +28,7 @@ class Resident:
         topk: blocks that may enter at a step.
 
     Attributes:
+        active: something selects.
         data: payload columns ``[B, H, places * block, ...]``.
         table: ``[B, H, places]`` int64, the block in each place or -1.
         place: ``[B, H, blocks]`` int64, the place of each block or -1.
@@ -38,12 +39,13 @@ class Resident:
         self, layout: Layout, capacity: int, tokens: int, block: int, policy: Literal["lfu", "lru"], topk: int
     ) -> None:
         self.block, self.policy, self.topk, self._tokens, self._steps = block, policy, topk, tokens, 0
-        self._active, self._payload = layout.limit is not None, [c for c in layout.columns if c.kind == "payload"]
+        self.active = layout.limit is not None
         shape = (layout.rows, layout.kv_heads)
         self.table = torch.full((*shape, 0), -1, dtype=torch.int64, device=layout.device)
         self.place, self.use = self.table.clone(), self.table.clone()
         self.data = {
-            c.name: torch.zeros(*shape, 0, *c.tail, dtype=c.dtype, device=layout.device) for c in self._payload
+            c.name: torch.zeros(*shape, 0, *c.tail, dtype=c.dtype, device=layout.device)
+            for c in payload(layout.columns)
         }
         self.grow(capacity)
 
@@ -58,7 +60,7 @@ class Resident:
 
     def grow(self, capacity: int) -> None:
         """The store has so many slots now."""
-        if not self._active:
+        if not self.active:
             return
         blocks = -(-capacity // self.block)
         places = min(self._tokens // self.block, blocks)
@@ -74,20 +76,20 @@ class Resident:
 
     def find(self, slots: Tensor) -> Tensor:
         """Where ``slots [B, H, n]`` are in ``data``, -1 for nowhere."""
-        if not self._active:
+        if not self.active:
             return torch.full_like(slots, -1)
-        number = slots.clamp(0, self.place.shape[2] * self.block - 1)
-        place = self.place.gather(-1, number.div(self.block, rounding_mode="floor"))
-        return torch.where((place < 0) | (slots < 0), -1, place * self.block + number % self.block)
+        block = slots.div(self.block, rounding_mode="floor")
+        place = self.place.gather(-1, block.clamp(0, self.place.shape[2] - 1))
+        return torch.where((place < 0) | (slots < 0), -1, (place - block) * self.block + slots)
 
-    def read(self, name: str, to: Tensor, at: Tensor, beside: bool) -> None:
+    def read(self, name: str, to: Tensor, at: Tensor) -> None:
         """Copy what ``find`` found into ``to [B, H, n, ...]``; anything where it found nothing."""
         if self.data[name].shape[2]:
-            move(to, self.data[name], at.clamp(min=0), beside=beside)
+            move(to, self.data[name], at.clamp(min=0))
 
     def write(self, name: str, slots: Tensor, values: Tensor) -> None:
         """Slots ``[B, H, m]`` were overwritten by ``values [B, H, m, ...]``: their copies follow."""
-        if self._active:
+        if self.active:
             put_slots(self.data[name], self.find(slots), values)
 
     def fill(self, name: str, rows: Tensor, heads: Tensor, places: Tensor, values: Tensor) -> None:
@@ -119,7 +121,7 @@ class Resident:
 
         Their bytes are to be put into place by ``fill``; ``find`` names them already.
         """
-        if not self._active:
+        if not self.active:
             none = self.table.new_zeros(0)
             return none, none, none, none
         hits = self._hits(selection)

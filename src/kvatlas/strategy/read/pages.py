@@ -6,6 +6,8 @@ least and the largest value of its keys in each dimension, ``low, high [B, H, pa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -94,19 +96,31 @@ def best_pages(rank: Tensor, count: Tensor, width: int) -> Tensor:
     return index.masked_fill_(past, rank.shape[-1] - 1).sort(-1).values
 
 
-def slots_of_pages(pages: Tensor, count: Tensor, lengths: Tensor, page: int, width: int, scanned: int = 0) -> Selection:
+def slots_of_pages(
+    pages: Tensor, count: Tensor, lengths: Tensor, page: int, width: int, scanned: int = 0, missing: int | None = None
+) -> Selection:
     """Whole pages as a selection of their filled slots, ascending.
 
     Args:
         pages: ``[B, H, m]`` int64, each row's first ``count [B, H]`` ascending.
         lengths: ``[B, H]`` int64 filled slots.
-        width: the largest of the lengths: no slot at or past it is named, and none is named more often than needed.
+        width: the largest of the lengths: no slot at or past it is named, and no more than so many.
+        missing: slots that are named by every row and not filled, where that is known.
     """
-    within = torch.arange(page, device=pages.device)
-    index = (pages.unsqueeze(-1) * page + within).flatten(2)
-    if index.shape[-1] > width:
+    batch, heads, m = pages.shape
+    index = _slots(width, page, pages.device).index_select(0, pages.view(-1)).view(batch, heads, m * page)
+    if m * page > width:
         index = index[..., :width].contiguous()
+    if missing is not None:
+        return Selection(index, count * page - missing, scanned)
     # Of the chosen pages only the last one can be partly filled, and only if it is the sequence's last.
     last = pages.gather(-1, (count - 1).clamp_(min=0).unsqueeze(-1)).squeeze(-1)
-    missing = ((last + 1) * page - lengths).clamp_(min=0)
-    return Selection(index.clamp_(max=width - 1), (count * page - missing).clamp_(min=0), scanned)
+    unfilled = ((last + 1) * page - lengths).clamp_(min=0)
+    return Selection(index, (count * page - unfilled).clamp_(min=0), scanned)
+
+
+@lru_cache(maxsize=4)
+def _slots(width: int, page: int, device: torch.device) -> Tensor:
+    """Slots of each page, ``[pages, page]``: the same for all layers of a step."""
+    held = pages_for(width, page)
+    return torch.arange(held * page, device=device).clamp_(max=width - 1).view(held, page)

@@ -15,6 +15,7 @@ from kvatlas.strategy.answers import Column, Combine, LayerFacts, Read, Selectio
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.place.blockcache import BlockCache
 from kvatlas.strategy.read.kmeans import cluster, nearest
+from kvatlas.strategy.read.slots import positions
 from kvatlas.strategy.registry import Preset, register
 
 ALWAYS = 1e9
@@ -143,14 +144,17 @@ class ProductQuantised(Read):
         total = resolve_all(self.budget, view.lengths)
         always, empty = self._always(view, total), view.empty()
         others = always if empty is None else always | empty
-        found.masked_fill_(others.unsqueeze(2), float("-inf"))
+        # added, for masking the scores themselves takes longer than computing them
+        found += torch.zeros_like(others, dtype=found.dtype).masked_fill_(others, float("-inf")).unsqueeze(2)
         rank = fold(found.softmax(-1).flatten(1, 2), codes.shape[1], self.gqa).masked_fill_(always, ALWAYS)
         if empty is not None:
             rank.masked_fill_(empty, -1.0)
         return Selection(best_slots(rank, total, width), total, codes.nbytes + centroids.nbytes)
 
     def _always(self, view: View, total: Tensor) -> Tensor:
-        """``[B, H, n]`` True for sinks and the latest tokens, of ``total [B, H]`` to be read."""
+        """True for sinks and the latest tokens, of ``total [B, H]`` to be read: ``[B, H, n]``, or ``[B, 1, n]``."""
+        if "capacity" not in view.plan:  # a sequence's heads hold the same tokens
+            total = total[:, :1]
         sinks = (total // 4).clamp(max=self.sinks)
         recent = ((total - sinks) * self.recent).long().clamp(min=1)
         at = positions(view)
@@ -158,17 +162,11 @@ class ProductQuantised(Read):
         return (at < sinks.unsqueeze(-1)) | (at > newest - recent.unsqueeze(-1))
 
 
-def positions(view: View) -> Tensor:
-    """True positions of the slots, ``[B, H, n]`` or ``[1, 1, n]``: only an evicting rule changes their order."""
-    if "capacity" in view.plan:
-        return view.column("pos")
-    return torch.arange(view.width, device=view.lengths.device).view(1, 1, -1)
-
-
 register(
     Preset(
         "pqcache",
         {"read": ProductQuantised, "place": BlockCache},
         "reads the best tokens by their codes; keys and values on the host",
+        yields=("place",),
     )
 )

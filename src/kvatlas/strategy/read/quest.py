@@ -23,8 +23,8 @@ LEAST = 3
 class Quest(Read):
     """The best ``max(3, budget / page)`` pages of ``page`` slots; layers 0 and 1, and every prompt, read all.
 
-    A page's score is ``sum_d max(q_d * low_d, q_d * high_d)`` with the bounds of its keys, per query head, combined over
-    the group (``gqa``). With ``newest`` the page of the newest token is one of them whatever its score.
+    A page's score is ``sum_d max(q_d * low_d, q_d * high_d)`` with the bounds of its keys, per query head, combined
+    over the group (``gqa``). With ``newest`` the page of the newest token is one of them whatever its score.
 
     Traffic falls; memory grows by the bounds, two keys a page. Pages are of slots, not of positions: under a keep rule
     that evicts, a new token takes a freed slot and the bounds of its page are widened, never narrowed. Under an encoder
@@ -71,27 +71,43 @@ class Quest(Read):
         view.state["high"][:, :, : high.shape[2]] = high
 
     def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
-        if self.lossless() or view.newest is None or view.key is None:
+        if self.lossless():
             return None
-        low, high = view.state["low"], view.state["high"]
         appended = not view.ragged and "capacity" not in view.plan  # nothing was ever dropped: the newest is the last
-        if appended:
-            pages.note_last(low, high, view.key, view.width - 1, self.page)
-        else:
-            pages.note_key(low, high, view.key, view.newest, view.lengths, self.page)
+        low, high = self._bounds(view, appended)
         held = pages.pages_for(view.width, self.page)
         width = pages.pages_for(self.limit(view.width), self.page)
         if width >= held:
             return None
         total, count = self._counts(view, held, width)
         rank = bound_scores(q.unflatten(1, (low.shape[1], -1)), low[:, :, :held], high[:, :, :held], total, self.gqa)
-        if self.newest and appended:
-            rank[:, :, held - 1] = torch.inf
-        elif self.newest:
-            rank.scatter_(-1, view.newest.div(self.page, rounding_mode="floor").unsqueeze(-1), torch.inf)
+        if self.newest:
+            self._prefer_newest(view, rank, appended)
         index = pages.best_pages(rank, count, width)
         scanned = 2 * rank.numel() * low.shape[-1] * low.element_size()
-        return pages.slots_of_pages(index, count, view.lengths, self.page, view.width, scanned)
+        missing = held * self.page - view.width if self.newest and appended else None
+        return pages.slots_of_pages(index, count, view.lengths, self.page, view.width, scanned, missing)
+
+    def _bounds(self, view: View, appended: bool) -> tuple[Tensor, Tensor]:
+        """The bounds of all pages, the newest key among them."""
+        low, high = view.state["low"], view.state["high"]
+        if view.newest is not None and view.key is not None:
+            if appended:
+                pages.note_last(low, high, view.key, view.width - 1, self.page)
+            else:
+                pages.note_key(low, high, view.key, view.newest, view.lengths, self.page)
+        return low, high
+
+    def _prefer_newest(self, view: View, rank: Tensor, appended: bool) -> None:
+        """The newest token's page comes first, in place. To an archive of evicted tokens there may have come none."""
+        if view.newest is None:
+            return
+        if appended:
+            rank[:, :, -1] = torch.inf
+            return
+        at = view.newest.clamp(min=0).div_(self.page, rounding_mode="floor").unsqueeze(-1)
+        came = (view.newest >= 0).unsqueeze(-1)
+        rank.scatter_(-1, at, torch.where(came, torch.inf, rank.gather(-1, at)))
 
     def _counts(self, view: View, held: int, width: int) -> tuple[Tensor, Tensor]:
         """Pages that there are and pages to read, ``[B, H]`` each."""
