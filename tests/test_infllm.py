@@ -253,6 +253,19 @@ def test_a_prompt_inside_the_window_may_outgrow_it() -> None:
         assert layer.selection.beside is not None and layer.selection.beside.count[:, 0].tolist() == near
 
 
+@pytest.mark.parametrize("init", [0, 3])
+def test_turns_beyond_what_was_reserved(init: int) -> None:
+    """The block keys grow with the store."""
+    lm, logits = lm_of("llama"), []
+    for reserve in (1, 200):
+        cache = lm.new_cache(f"infllm:init={init},local=9,block=4,topk=2,repr=2")
+        lm.prefill(cache, prompts(40, 23), reserve=reserve)
+        lm.step(cache, torch.tensor([4, 5]))
+        lm.extend(cache, 1, prompts(99)[0])
+        logits.append([lm.step(cache, torch.tensor([token, 5])) for token in range(4)][-1])
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
 def test_heads_decide_together() -> None:
     lm = lm_of("llama")
     cache = lm.new_cache(f"infllm:{SMALL_SPEC}")

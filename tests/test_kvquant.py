@@ -398,7 +398,8 @@ def test_kvquant_stays_near_full_in_any_company(arch: str, spec: str) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "opt"])
 @pytest.mark.parametrize(
-    "spec", ["h2o:0.3+kvquant", "kvquant+host", "oracle:0.2+kvquant:bits=3", "kvquant:first=4+paged", "infinigen+kvquant"]
+    "spec",
+    ["h2o:0.3+kvquant", "kvquant+host", "oracle:0.2+kvquant:bits=3", "kvquant:first=4+paged", "infinigen+kvquant"],
 )
 def test_kvquant_composes(arch: str, spec: str) -> None:
     lm, ids = lm_of(arch), prompts(*RAGGED)
@@ -475,3 +476,11 @@ def test_replay_calibrates_on_the_recorded_prompt(with_rope: bool) -> None:
     assert 0 < errors[0] < 0.02 < errors[1] < 0.5
     evicted = kvatlas.replay("h2o:10+kvquant", q, k, v, 40, rope=turn)
     assert evicted.kept[-1].shape == (2, 10) and bool(torch.isfinite(evicted.output).all())
+
+
+def test_no_prefix_is_shared_whose_first_tokens_a_sequence_would_not_have() -> None:
+    lm, (prompt,) = lm_of("llama"), prompts(40)
+    ids = [[*prompt[:32], *more] for more in ([5, 6, 7], [8, 9])]
+    _, together = logits_of(lm, ids, "kvquant+paged:block=4")
+    _, alone = logits_of(lm, ids[1:], "kvquant+paged:block=4")
+    torch.testing.assert_close(together[:, 1], alone[:, 0], atol=1e-4, rtol=1e-4)

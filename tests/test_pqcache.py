@@ -114,7 +114,7 @@ def recalled(spec: str, n: int = 500, last: int = 12) -> float:
     for t, read in zip(range(n - last, n), result.read):
         total = resolve(rule.budget, t + 1)
         assert total is not None and isinstance(read, torch.Tensor) and read.shape == (HEADS, total)
-        sinks = min(rule.sinks, total // 4)
+        sinks = 8
         recent = int((total - sinks) * rule.recent)
         best = total - sinks - recent
         mass = torch.softmax(q[:, t].view(HEADS, GROUP, DIM) @ k[:, : t + 1].transpose(1, 2) * DIM**-0.5, -1).sum(1)
@@ -183,7 +183,9 @@ def test_without_a_budget_nothing_is_clustered() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2, 40), (9,), (63, 64, 65)])
-@pytest.mark.parametrize("spec", ["pqcache:0.4", "pqcache:1", "pqcache:3,recent=1", "pqcache:0.3,recent=0,sinks=0"])
+@pytest.mark.parametrize(
+    "spec", ["pqcache:0.4", "pqcache:1", "pqcache:3,recent=1", "pqcache:0.3,recent=0,sinks=0", "pqcache:0.3,sinks=40"]
+)
 def test_short_prompts(lengths: tuple[int, ...], spec: str) -> None:
     """Also with fewer tokens than centroids."""
     _, logits = ran(lm_of("llama"), spec, prompts(*lengths), 5)
@@ -272,6 +274,7 @@ def test_bytes(spec: str, dtype: torch.dtype) -> None:
         ("pqcache:0.2,parts=0", "parts must be at least 1"),
         ("pqcache:0.2,recent=1.5", "recent must be a share"),
         ("pqcache:0.2,sinks=-1", "sinks must be 0 or more"),
+        ("pqcache:30,sinks=40", "sinks=40 leaves nothing else of a budget of 30 tokens"),
         ("pqcache:0.2,iterations=0", "iterations must be at least 1"),
         ("pqcache:0.2,seed=-1", "seed must be 0 or more"),
         ("pqcache:0.2,gqa=most", "mean or max or sum"),

@@ -268,6 +268,19 @@ def test_compositions_run_and_do_not_depend_on_company(spec: str) -> None:
     assert together != tokens(lm, ids, "full", 12), "something was left unread"
 
 
+@pytest.mark.parametrize("spec", ["quest:0.3,page=2", "h2o:0.5+quest:0.5,page=2"])
+def test_turns_beyond_what_was_reserved(spec: str) -> None:
+    """The bounds grow with the store."""
+    lm, logits = lm_of("llama"), []
+    for reserve in (1, 200):
+        cache = lm.new_cache(spec)
+        lm.prefill(cache, prompts(40, 23), reserve=reserve)
+        lm.step(cache, torch.tensor([4, 5]))
+        lm.extend(cache, 1, prompts(99)[0])
+        logits.append([lm.step(cache, torch.tensor([token, 5])) for token in range(4)][-1])
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
 def test_where_pages_are_has_no_influence() -> None:
     lm, ids = lm_of("llama"), prompts(40, 23, 31)
     assert tokens(lm, ids, "quest:0.2,page=2+host") == tokens(lm, ids, "quest:0.2,page=2")

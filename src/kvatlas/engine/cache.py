@@ -116,7 +116,11 @@ class KVCache:
 
     def match_prefix(self, row: int, ids: list[int]) -> int:
         """How many of the prompt's first tokens need not be computed, being stored already."""
-        simple = not self.strategy.keep.evicts and not self.strategy.read.whole_prompt
+        asked, facts = (
+            self.strategy,
+            self.layers[-1].facts,
+        )  # state that reused tokens would not be in stands against it
+        simple = not (asked.keep.evicts or asked.read.whole_prompt or asked.encode.begin(facts))
         own_windows = any(w is not None for w in self.shape.windows)
         if self.shared is None or not simple or own_windows:
             return 0

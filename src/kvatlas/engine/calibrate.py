@@ -60,7 +60,7 @@ def calibrate(lm: LM, answer: Read | Encode) -> list[dict[str, Tensor]]:
 
 def merged(parts: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[Mapping[str, Tensor]]:
     """Constants of several answers, layer by layer."""
-    out = []
+    out: list[Mapping[str, Tensor]] = []
     for layers in zip(*parts):
         names = [name for layer in layers for name in layer]
         assert len(names) == len(set(names)), f"two answers calibrate the same name: {sorted(names)}"

@@ -45,11 +45,14 @@ def head_rows(found: Inspection) -> list[dict[str, Any]]:
 
 
 def place_rows(found: Inspection) -> list[dict[str, Any]]:
-    """One for each layer and place of the context, in per cent."""
+    """One for each layer and place of the context, in per cent.
+
+    A cell is drawn ``until`` a bit past its end, and the next one over it: otherwise seams show between them.
+    """
     at = bins(found)
     return [
         {
-            "layer": i, "from": start, "to": stop, "tokens": f"{start:,} to {stop - 1:,}",
+            "layer": i, "from": start, "until": stop + (stop - start) / 2, "tokens": f"{start:,} to {stop - 1:,}",
             **{name: round(100 * at[name][i][b], 3) for name in PLACES},
         }
         for i in range(len(found.windows))
@@ -126,9 +129,8 @@ def _places(found: Inspection, name: str) -> Any:
     x = alt.X("from:Q", axis=axis, scale=alt.Scale(domain=[0, end], nice=False))
     told = [alt.Tooltip("layer:O"), alt.Tooltip("tokens:N", title="positions")]
     told += [alt.Tooltip(f"{figure}:Q", format=".2f", title=f"{figure} %") for figure in PLACES]
-    color, edge = _color(found, name), alt.Stroke(f"{name}:Q", scale=_scale(found, name), legend=None)  # no seams
-    chart = alt.Chart(alt.NamedData(name="places")).mark_rect(strokeWidth=0.7)
-    chart = chart.encode(x=x, x2="to:Q", y=_layer(found), color=color, stroke=edge, tooltip=told)
+    chart = alt.Chart(alt.NamedData(name="places")).mark_rect(clip=True)
+    chart = chart.encode(x=x, x2="until:Q", y=_layer(found), color=_color(found, name), tooltip=told)
     return chart.properties(height=_height(found))
 
 
@@ -136,21 +138,16 @@ def _height(found: Inspection) -> int:
     return max(90, ROW * len(found.windows))
 
 
-def _scale(found: Inspection, name: str) -> Any:
+def _color(found: Inspection, name: str) -> Any:
     """Shares are on a scale from 0 to 100 %, the same for all strategies; masses on one of their own."""
     import altair as alt
 
-    if name not in PLACES:
-        return alt.Scale(**COLOURS[name], domain=[0, 100], clamp=True)
-    top = 100 if name in ("kept", "read") else max(0.01, 100 * max(map(max, bins(found)[name])))
-    return alt.Scale(**COLOURS[name], domain=[0, top], type="sqrt", nice=False)  # a root shows small shares too
-
-
-def _color(found: Inspection, name: str) -> Any:
-    import altair as alt
-
+    scale = alt.Scale(**COLOURS[name], domain=[0, 100], clamp=True)
+    if name in PLACES:  # a root shows small shares too
+        top = 100 if name in ("kept", "read") else max(0.01, 100 * max(map(max, bins(found)[name])))
+        scale = alt.Scale(**COLOURS[name], domain=[0, top], type="sqrt", nice=False)
     legend = alt.Legend(title=None, gradientLength=min(200, _height(found) - 20), format=",~r", tickCount=5)
-    return alt.Color(f"{name}:Q", scale=_scale(found, name), legend=legend)
+    return alt.Color(f"{name}:Q", scale=scale, legend=legend)
 
 
 def _plain(chart: Any, data: dict[str, list[dict[str, Any]]]) -> Spec:

@@ -56,7 +56,8 @@ def record(
 
 def _workload(workload: Workload, answers: Answers) -> Workload:
     """Only a strategy that is calibrated names the calibration text."""
-    return workload if answers.read.calibrates else workload.model_copy(update={"calibration_sha256": None})
+    calibrates = answers.read.calibrates or answers.encode.calibrates
+    return workload if calibrates else workload.model_copy(update={"calibration_sha256": None})
 
 
 def _setting(plan: Plan, answers: Answers, sample: Sample) -> Setting:

@@ -102,7 +102,7 @@ struct Unpacked {
     int64_t to_step;
 };
 
-// One chunk of every row; Bits and dim as in Packing.
+// One chunk of every row; `half` as in Packing.
 template <int Bits> static void unpack_chunk(const Unpacked& u, Chunk chunk, int half) {
     int count = u.count, pairs = u.pairs;
     const float *lower = u.scales + chunk.lower * 2, *upper = u.scales + chunk.upper * 2;

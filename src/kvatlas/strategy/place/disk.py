@@ -28,6 +28,9 @@ from kvatlas.strategy.registry import Preset, register
 STAGES = 3
 """Buffers in flight: the one that a layer reads and those that are being filled."""
 
+RECORDS = "records"
+"""The staging buffers that files are read into."""
+
 
 @dataclass(frozen=True)
 class Disk(Place):
@@ -54,12 +57,10 @@ class Disk(Place):
 
     def goes_direct(self) -> bool:
         """Whether files are read and written past the system's page cache."""
-        if self.direct != "auto":
-            return self.direct
-        return direct_works(str(_existing(Path(self.dir or tempfile.gettempdir()))))
+        return goes_direct(self.dir, self.direct)
 
     def shared(self, layers: int) -> DiskLink:
-        return DiskLink(self.overlap, None, self.dir, None if self.direct == "auto" else self.direct)
+        return DiskLink(self.overlap, None, self.dir, self.direct)
 
     def store(self, layout: Layout, shared: Shared | None) -> Store:
         assert isinstance(shared, DiskLink)
@@ -90,6 +91,11 @@ def _existing(folder: Path) -> Path:
     return next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
 
 
+def goes_direct(folder: str, direct: bool | Literal["auto"]) -> bool:
+    """Whether files there (empty: in the temporary folder) go past the system's page cache."""
+    return direct_works(str(_existing(Path(folder or tempfile.gettempdir())))) if direct == "auto" else direct
+
+
 def file_bytes(layout: Layout, slots: int) -> int:
     """Bytes of a ``FileSegment`` in closed form."""
     record = Record.of(payload(layout.columns))
@@ -108,8 +114,10 @@ def staged_bytes(layout: Layout, slots: int) -> int:
 class DiskLink(Link):
     """Aligned staging buffers, and the folder of a cache's files."""
 
-    def __init__(self, overlap: bool, speed: float | None, parent: str, direct: bool | None) -> None:
-        super().__init__(overlap, speed, STAGES)
+    def __init__(
+        self, overlap: bool, speed: float | None, parent: str, direct: bool | Literal["auto"], stages: int = STAGES
+    ) -> None:
+        super().__init__(overlap, speed, stages)
         self._parent, self._direct = parent, direct
         self._folder: Folder | None = None
 
@@ -117,12 +125,12 @@ class DiskLink(Link):
     def folder(self) -> Folder:
         """Made when the first store wants it."""
         if self._folder is None:
-            self._folder = Folder(self._parent or None, self._direct)
+            self._folder = Folder(self._parent or None, None if self._direct == "auto" else self._direct)
         return self._folder
 
-    def _new(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu" or dtype != torch.uint8:
-            return super()._new(size, dtype, device)
+    def _new(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if name != RECORDS:
+            return super()._new(name, size, dtype, device)
         return aligned(size, pinned=torch.cuda.is_available())
 
     def device_bytes(self) -> int:
@@ -258,7 +266,7 @@ class FileSegment(Segment):
         self.link.turn(use)
         shape, rows = (layout.rows, layout.kv_heads, n, size), layout.rows * layout.kv_heads
         make = (shape, rows * most * size, torch.uint8)
-        near = self.link.stage(use, "records", *make, torch.device("cpu"))
+        near = self.link.stage(use, RECORDS, *make, torch.device("cpu"))
         if layout.device.type == "cpu":
             return near, near
         return near, self.link.stage(use, "on device", *make, layout.device)

@@ -50,10 +50,10 @@ class Link(Shared):
         """A buffer ``shape`` of the current stage of ``use``, cut from a flat one of ``size`` elements."""
         key = (use, name, self._turns.get(use, 0))
         if key not in self._buffers or self._buffers[key].numel() < size or self._buffers[key].dtype != dtype:
-            self._buffers[key] = self._new(size, dtype, device)
+            self._buffers[key] = self._new(name, size, dtype, device)
         return self._buffers[key][: torch.Size(shape).numel()].view(shape)
 
-    def _new(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _new(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
     def turn(self, use: str) -> None:

@@ -128,11 +128,11 @@ class RepresentedBlocks(Read):
     # ------------------------------------------------------------------- state
 
     def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
-        """A key for each block, the sum of the keys of the one that is not complete, and four numbers:
+        """A key for each block, the open one too, the sum of the keys of that one, and four numbers:
 
         how many tokens come first, how many have left the window, blocks complete, and the distance of the last step.
         """
-        number, device = pages_for(slots, self.block), facts.device
+        number, device = slots // self.block + 1, facts.device
         return {
             "blocks": torch.zeros(number, facts.heads * facts.head_dim, dtype=facts.dtype, device=device),
             "open": torch.zeros(facts.kv_heads, facts.head_dim, device=device),
@@ -140,7 +140,7 @@ class RepresentedBlocks(Read):
         }
 
     def state_bytes(self, facts: LayerFacts, slots: int) -> int:
-        keys = pages_for(slots, self.block) * facts.heads * facts.head_dim * facts.dtype.itemsize
+        keys = (slots // self.block + 1) * facts.heads * facts.head_dim * facts.dtype.itemsize
         return keys + 4 * facts.kv_heads * facts.head_dim + 4 * 8
 
     def wants(self) -> Wants | None:

@@ -18,6 +18,8 @@ from kvatlas.strategy.read.kmeans import cluster, nearest
 from kvatlas.strategy.read.slots import positions
 from kvatlas.strategy.registry import Preset, register
 
+SINKS = 32
+"""Of them at most a quarter of the budget, where the user does not say how many."""
 ALWAYS = 1e9
 """Rank of a token that is read whatever its score."""
 
@@ -48,9 +50,9 @@ class ProductQuantised(Read):
     query's products with the centroids then give every token's score; softmaxed per query head over the tokens to
     choose from and combined over the group (``gqa``), they rank them.
 
-    ``budget`` counts everything that is read: sinks (at most a quarter of it), of the rest the share ``recent``, and
-    the best. The authors read their sinks and the newest token besides, and fix the number at the prompt's end; their
-    k-means stops after as many iterations as hide behind the GPU's prefill.
+    ``budget`` counts everything that is read: sinks (unset: 32, at most a quarter of it), of the rest the share
+    ``recent``, and the best. The authors read their sinks and the newest token besides, and fix the number at the
+    prompt's end; their k-means stops after as many iterations as hide behind the GPU's prefill.
     """
 
     source: ClassVar[str] = "PQCache, 2024, section 3"
@@ -58,7 +60,7 @@ class ProductQuantised(Read):
     parts: int = 2
     bits: int = 6
     recent: float = 0.5
-    sinks: int = 32
+    sinks: int | None = None
     gqa: Combine = "sum"
     iterations: int = 25
     seed: int = 0
@@ -70,8 +72,11 @@ class ProductQuantised(Read):
             raise UserError(f"pqcache: bits must be 1 to 8 (a code is a byte), not {self.bits}")
         if not 0 <= self.recent <= 1:
             raise UserError(f"pqcache: recent must be a share of the budget, 0 to 1, not {self.recent:g}")
-        if self.sinks < 0:
+        if self.sinks is not None and self.sinks < 0:
             raise UserError(f"pqcache: sinks must be 0 or more, not {self.sinks}")
+        tokens = resolve(self.budget, 0) if self.budget > 1 or self.budget == -1.0 else None
+        if self.sinks and tokens is not None and self.sinks >= tokens:
+            raise UserError(f"pqcache: sinks={self.sinks} leaves nothing else of a budget of {tokens} tokens")
         if self.iterations < 1:
             raise UserError(f"pqcache: iterations must be at least 1, not {self.iterations}")
         if self.seed < 0:
@@ -83,7 +88,8 @@ class ProductQuantised(Read):
         return self.budget != 1.0
 
     def words(self) -> str:
-        return f"{self.sinks} sinks + recent + best by {self.parts} codes of {self.bits} bits, budget {self.budget:g}"
+        sinks = SINKS if self.sinks is None else self.sinks
+        return f"{sinks} sinks + recent + best by {self.parts} codes of {self.bits} bits, budget {self.budget:g}"
 
     def lossless(self) -> bool:
         return not self.selects
@@ -127,7 +133,9 @@ class ProductQuantised(Read):
         if view.keys is None or bool(view.state["fitted"]):
             return
         keys = view.keys()
-        first = self.sinks if "capacity" not in view.plan and view.width > 2 * self.sinks else 0
+        first = SINKS if self.sinks is None else self.sinks
+        if "capacity" in view.plan or view.width <= 2 * first:
+            first = 0
         parts = keys[0, :, first:].unflatten(-1, (self.parts, -1)).transpose(1, 2)
         problems, size = parts.flatten(0, 1).unbind(0), 1 << self.bits
         found = cluster(problems, [size] * len(problems), iterations=self.iterations, seed=self.seed)
@@ -155,7 +163,7 @@ class ProductQuantised(Read):
         """True for sinks and the latest tokens, of ``total [B, H]`` to be read: ``[B, H, n]``, or ``[B, 1, n]``."""
         if "capacity" not in view.plan:  # a sequence's heads hold the same tokens
             total = total[:, :1]
-        sinks = (total // 4).clamp(max=self.sinks)
+        sinks = (total // 4).clamp(max=SINKS) if self.sinks is None else (total - 1).clamp(max=self.sinks)
         recent = ((total - sinks) * self.recent).long().clamp(min=1)
         at = positions(view)
         newest = view.now.view(-1, 1, 1)

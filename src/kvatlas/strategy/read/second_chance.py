@@ -76,6 +76,7 @@ register(
         "recall",
         {"keep": HeavyHitters, "read": SecondChance, "place": Archived},
         "what is evicted goes to the host, and its best pages are read again",
+        names={"pages_gqa": ("read", "gqa")},
         yields=("keep",),
     )
 )
