@@ -104,6 +104,8 @@ TOGETHER = (
     "flexgen:device=30,host=40,disk=30",
     "infllm:0.4,block=4",
     "squeezed:quantile=0.8,clusters=0.3,recent=10",
+    "squeezed:quantile=0.8,clusters=0.3,recent=10+paged",
+    "pqcache:0.3+paged",
 )
 LOSSY = EVICTING + READING
 ALL = LOSSLESS + LOSSY + ENCODED + TOGETHER

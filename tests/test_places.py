@@ -14,6 +14,7 @@ from kvatlas.errors import UserError
 from kvatlas.strategy.answers import POS, Column, Encode, Layout, Place, Selection, Span
 from kvatlas.strategy.place.device import SlotStore
 from kvatlas.strategy.place.disk import Disk
+from kvatlas.strategy.place.flexgen import Percentages
 from kvatlas.strategy.place.host import Host
 from kvatlas.strategy.place.paged import Paged
 from kvatlas.strategy.place.store import Store
@@ -29,6 +30,12 @@ PLACES: dict[str, Callable[[], Place]] = {
     "disk": Disk,
     "disk buffered": lambda: Disk(direct=False),
     "disk serial": lambda: Disk(overlap=False),
+    "flexgen": Percentages,
+    "flexgen device": lambda: Percentages(device=100, host=0),
+    "flexgen host": lambda: Percentages(device=0, host=100, link=1000),
+    "flexgen disk": lambda: Percentages(device=10, host=30, disk=60),
+    "flexgen link": lambda: Percentages(device=33.3, host=33.3, disk=33.4, link=1000),
+    "flexgen serial": lambda: Percentages(device=0, host=50, disk=50, link=1000, overlap=False),
 }
 
 
@@ -256,6 +263,48 @@ def test_written_blocks_are_not_shared_any_more() -> None:
     layers[0].write("k", slots.flip(0), torch.zeros(2, HEADS, 2, DIM))
     table.select_rows(torch.tensor([1, 1]))
     assert table.match_prefix(0, [*ids, 99]) == 4, "only the first block still follows from its text"
+
+
+# ------------------------------------------------------------------------- tiers
+
+
+def test_percentages_are_of_the_planned_tokens_and_growth_goes_to_the_last_tier() -> None:
+    place = Percentages(device=20, host=30, disk=50)
+    link = place.shared(1)
+    store = place.store(layout_of(1000), link)
+    for row in range(ROWS):
+        store.extend(row, tokens(row, HEADS, 1000))
+    held, each = store.bytes(), ROWS * HEADS * 128
+    assert (held.device_payload, held.host_payload, held.disk_payload) == (200 * each, 300 * each, 500 * each)
+    assert held.device_padding == ROWS * HEADS * 32 * 128 and held.host_padding == 0, "32 records may wait"
+    assert held.disk_padding == 12 * each, "blocks of 128"
+    before = link.transfers()
+    reads(store)
+    moved = link.transfers()
+    assert moved.bytes - before.bytes == (300 + 512) * each, "what is on the device does not move"
+    before = link.transfers()
+    reads(store, Selection(torch.arange(100, 400).expand(ROWS, HEADS, 300), torch.full((ROWS, HEADS), 300)))
+    assert link.transfers().bytes - before.bytes == 200 * each
+    for step in range(40):
+        store.append(tokens(step, ROWS, HEADS))
+    held = store.bytes()
+    assert (held.device_payload, held.host_payload, held.disk_payload) == (208 * each, 300 * each, 532 * each)
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ({"device": 50}, "device=50, host=80 and disk=0 add to 130; the percentages must add to 100"),
+        ({"device": -20, "host": 120}, "device=-20, host=120 and disk=0 must be percentages, 0 to 100"),
+        ({"device": 0, "host": 99.9}, "add to 99.9"),
+        ({"dir": __file__}, "is not a folder"),
+        ({"link": 0}, "link must be above 0 GB/s, not 0"),
+    ],
+)
+def test_percentages_that_make_no_sense(shares: dict[str, float], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Percentages(**shares)  # type: ignore[arg-type]
+    Percentages(device=33.3, host=33.3, disk=33.4)
 
 
 # -------------------------------------------------------------------- address ranges

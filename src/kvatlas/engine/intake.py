@@ -182,7 +182,7 @@ class Intake:
         values = layer.store.row_columns(row)
         keys, _ = layer.encode.of_row(row).decode(_batched(values))
         fresh = layer.read.fresh(layer.constants, layer.row_state(row), keys)
-        layer.store.load(row, values | {name: tensor.squeeze(0) for name, tensor in fresh.items()})
+        layer.store.rewrite(row, {name: tensor.squeeze(0) for name, tensor in fresh.items()})
 
     def settle(self, row: int, statistic: Tensor | None = None) -> None:
         """The read rule brings its state up to date with what is stored."""
@@ -196,12 +196,13 @@ class Intake:
         view = self._view(row, values, n, statistic)
         view.keys = lambda: encode.decode(_batched(values))[0]
         layer.read.settle(view)
+        store.rewrite(row, {c.name: values[c.name] for c in layer.read.columns(layer.facts) if c.name in values})
         slots = layer.read.turned(view)
         if slots is not None:
             k, index = values["k"], slots[0]
             where = values["pos"].long().gather(1, index) if "pos" in values else index
             turned = layer.to_origin(_gather(k, index).unsqueeze(0), where.unsqueeze(0))[0]
-            store.load(row, values | {"k": k.scatter(1, index.unsqueeze(-1).expand_as(turned), turned)})
+            store.rewrite(row, {"k": k.scatter(1, index.unsqueeze(-1).expand_as(turned), turned)})
 
     def _view(self, row: int, columns: Mapping[str, Tensor], n: int, statistic: Tensor | None = None) -> View:
         """One sequence's ``n`` candidates."""

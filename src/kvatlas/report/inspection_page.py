@@ -82,7 +82,7 @@ def _tables(found: Inspection) -> list[Mapping[str, Any]]:
     shares, heads = zones(found), [head.replace("\n", " ") for head in HEADS]
     where = [[name, *map(percent, shares[name])] for name in PLACES]
     return [
-        {"title": "By layer", "heads": heads, "rows": [plain_cells(row) for row in rows(found)]},
+        {"title": "By layer (the sinks, too, in %)", "heads": heads, "rows": [plain_cells(row) for row in rows(found)]},
         {"title": WHERE, "heads": ["%", *zone_heads(found)], "rows": where},
     ]
 

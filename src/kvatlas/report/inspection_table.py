@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HEADS = ("layer", "covered\n%", "KV heads\n%", "worst\n%", "best\n%", "overlap\n%", "KV heads\n%", "error\n%",
-         "kept\n%", "read\n%", "sinks\nmass %", "sinks\nread %")  # fmt: skip
-WHERE = "Where in the context: first and last tokens apart, ten equal parts between (mean of all layers and KV heads)"
+         "kept\n%", "read\n%", "sinks\nmass", "sinks\nread")  # fmt: skip
+WHERE = "Where in the context: the first and last tokens, ten equal parts between; mean of all layers"
 POOR, BAD = 0.8, 0.5
 
 
@@ -55,10 +55,15 @@ def plain_cells(row: Row) -> list[str]:
     """A layer's row as text, in the order of ``HEADS``."""
     return [
         str(row.layer) if row.window is None else f"{row.layer} w",
-        percent(row.covered), f"{percent(row.covered_low)}..{percent(row.covered_high)}", percent(row.worst),
-        percent(row.best), percent(row.overlap), f"{percent(row.overlap_low)}..{percent(row.overlap_high)}",
+        percent(row.covered), _range(row.covered_low, row.covered_high), percent(row.worst),
+        percent(row.best), percent(row.overlap), _range(row.overlap_low, row.overlap_high),
         percent(row.error), percent(row.kept), percent(row.read), percent(row.sink_mass), percent(row.sinks_read),
     ]  # fmt: skip
+
+
+def _range(low: float, high: float) -> str:
+    """``16..38``, cut rather than rounded: 100 is all."""
+    return f"{int(100 * low + 1e-4)}..{int(100 * high + 1e-4)}"
 
 
 def places(found: Inspection) -> Table:
@@ -74,7 +79,7 @@ def _table(heads: tuple[str, ...]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for i, head in enumerate(heads):
         table.add_column(head, justify="right" if i else "left", no_wrap=True, vertical="bottom")
     return table

@@ -20,7 +20,7 @@ Tier = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Percentages(Place):
-    """The first ``device`` per cent of a sequence's planned slots on the device, the next on the host, the rest on disk.
+    """The first ``device`` % of a sequence's planned slots on the device, the next on the host, the rest on disk.
 
     What grows beyond the plan goes to the last tier in use. While a layer computes, the next one's tiles are loaded
     (``overlap``). ``link``, ``dir`` and ``direct`` are those of ``host`` and ``disk``. FlexGen divides by whole

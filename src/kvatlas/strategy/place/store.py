@@ -122,6 +122,13 @@ class Store(ABC):
     def write(self, name: str, slots: Tensor, values: Tensor) -> None:
         """Overwrite a column at filled ``slots [B, H, m]`` by ``values [B, H, m, ...]``; slots below 0 are left out."""
 
+    def rewrite(self, row: int, values: Mapping[str, Tensor]) -> None:
+        """Overwrite some columns of all that a sequence holds, ``[H, n, ...]`` each."""
+        for name, tensor in values.items():
+            slots = torch.full((*self.lengths.shape, tensor.shape[1]), -1, device=self.lengths.device)
+            slots[row] = torch.arange(tensor.shape[1], device=self.lengths.device)
+            self.write(name, slots, tensor.unsqueeze(0).expand(len(self.lengths), *tensor.shape))
+
     def drop(self, slots: Tensor) -> None:
         """Free one slot per (sequence, KV head), -1 for none: the next ``append`` overwrites it."""
         self.next = torch.where(slots >= 0, slots, self.next)

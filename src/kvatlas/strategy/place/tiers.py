@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ Values = dict[str, Tensor]
 class Segment(ABC):
     """The payload of some consecutive slots. Slots count from its own start; those outside are left out."""
 
-    tier: ClassVar[str]
+    tier: str
     here: bool = False
     """It can be read where it is."""
 
@@ -90,7 +91,7 @@ class Tensors(Segment):
 
     def __init__(self, layout: Layout, slots: int, link: Link, tier: Literal["device", "host"]) -> None:
         super().__init__(layout, slots, link)
-        self._tier: Literal["device", "host"] = tier
+        self.tier = tier
         self.device = layout.device if tier == "device" else torch.device("cpu")
         self.here = tier == "device" or not link.moves(layout.device)
         self.data = {c.name: self._empty(c, layout.rows, slots) for c in payload(layout.columns)}
@@ -119,7 +120,7 @@ class Tensors(Segment):
         return {name: column[row, :, :stop].to(self.layout.device) for name, column in self.data.items()}
 
     def at(self, start: int, stop: int) -> Values:
-        if self._tier == "host":
+        if self.tier == "host":
             token = len(self.data[next(iter(self.data))]) * self.layout.kv_heads * self.layout.slot_bytes("payload")
             self.link.count(-(-(stop - start) // TILE), (stop - start) * token)
         return {name: column[:, :, start:stop] for name, column in self.data.items()}
@@ -145,7 +146,7 @@ class Tensors(Segment):
     def bytes(self, tokens: int, lengths: Tensor, hole: Tensor) -> Bytes:
         size = sum(column.untyped_storage().nbytes() for column in self.data.values())
         used = tokens * self.layout.slot_bytes("payload")
-        if self._tier == "device":
+        if self.tier == "device":
             return Bytes(device_payload=used, device_padding=size - used)
         return Bytes(host_payload=used, host_padding=size - used)
 
@@ -299,15 +300,29 @@ class TieredStore(FetchingStore):
         def copy() -> int:
             for name, values in self._taken(part.index).items():
                 buffers[name][:, :, head:] = values
-            return sum(buffer[:, :, head:].nbytes for buffer in buffers.values())
+            return self._far(part) * self.layout.slot_bytes("payload")
 
         return after(self.link.start(copy, self.layout.device, ahead), buffers)
 
+    def _far(self, part: Selection) -> int:
+        """How many of the chosen slots are not on the device."""
+        counted = torch.arange(part.index.shape[2], device=part.index.device) < part.count.unsqueeze(-1)
+        near = torch.zeros_like(counted)
+        for at, segment in self._placed():
+            if segment.tier == "device":
+                near |= (part.index >= at) & (part.index < at + segment.slots)
+        return int((counted & ~near).sum())
+
     def _all_here(self) -> Values | None:
         placed = list(self._placed())
-        if len(placed) == 1 and placed[0][1].here:
-            return placed[0][1].at(0, placed[0][1].slots)
-        return None
+        if len(placed) != 1 or not isinstance(placed[0][1], Tensors) or not placed[0][1].here:
+            return None
+        return dict(placed[0][1].data)
+
+    def _note_chosen(self, part: Selection) -> None:
+        far = self._far(replace(part, index=part.foreseen.index, count=part.foreseen.count) if part.foreseen else part)
+        if far:
+            self.link.count(1, far * self.layout.slot_bytes("payload"))
 
     # ----------------------------------------------------------------------- bytes
 
