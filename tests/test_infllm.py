@@ -222,6 +222,17 @@ def test_keys_are_turned_back_once(place: str) -> None:
     check_held(*caches, [left_of(54), left_of(56), left_of(54)])
 
 
+def test_rows_of_which_fewer_leave_at_once() -> None:
+    """One row's first three tokens leave in the step in which another's block of four does."""
+    lm = lm_of("llama")
+    caches = [lm.new_cache(spec) for spec in (f"infllm:{SMALL_SPEC}", "full")]
+    for cache in caches:
+        lm.prefill(cache, prompts(7, 23), reserve=9)
+        for token in range(5):
+            lm.step(cache, torch.tensor([token + 5, token + 7]))
+    check_held(*caches, [left_of(12), left_of(28)])
+
+
 @pytest.mark.parametrize("budget", ["", "0.4,"])
 def test_a_later_turn_by_chunks_is_the_turn_in_one_go(budget: str) -> None:
     def talk(mode: str) -> Tensor:

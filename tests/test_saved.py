@@ -75,22 +75,31 @@ def file(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------- it goes on
 
 
-@pytest.mark.parametrize("lengths", [RAGGED, RAGGED[:1]])
 @pytest.mark.parametrize("spec", every())
-def test_a_loaded_cache_goes_on_exactly(spec: str, lengths: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_loaded_cache_goes_on_exactly(spec: str, tmp_path: Path) -> None:
     """Tokens and logits are those of the cache that was saved, and saving changed nothing there."""
+    goes_on(spec, RAGGED, tmp_path / "x")
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o:0.3", "infinigen:0.2,pool=0.5", "recall:0.3", "paged", *COMPOSED[:3]])
+def test_a_batch_of_one_goes_on_exactly(spec: str, tmp_path: Path) -> None:
+    goes_on(spec, RAGGED[:1], tmp_path / "x")
+
+
+def goes_on(spec: str, lengths: tuple[int, ...], file: Path) -> None:
+    """A cache that was saved, loaded, copied, and one that was left alone: eight steps of each."""
     lm, ids = lm_of("llama"), prompts(*lengths)
     cache, token = held(lm, spec, ids)
     other, same = held(lm, spec, ids)
-    kvatlas.save_cache(cache, tmp_path / "x")
-    loaded = kvatlas.load_cache(tmp_path / "x", lm)
+    kvatlas.save_cache(cache, file)
+    loaded = kvatlas.load_cache(file, lm)
     copied = saved.copy(cache)
     want = steps(lm, other, same, 8)
     for made in (cache, loaded, copied):
         assert torch.equal(steps(lm, made, token, 8), want)
         assert made.strategy == parse(spec) and made.seen.tolist() == other.seen.tolist()
-        assert torch.equal(made.layers[3].store.lengths, other.layers[3].store.lengths)
         for mine, its in zip(made.layers, other.layers):
+            assert torch.equal(mine.store.lengths, its.store.lengths)
             assert mine.held_tokens() == its.held_tokens() and mine.prompts == its.prompts
 
 
@@ -124,6 +133,20 @@ def test_bfloat16(tmp_path: Path) -> None:
         kvatlas.save_cache(cache, tmp_path / "x")
         loaded = kvatlas.load_cache(tmp_path / "x", lm)
         assert torch.equal(steps(lm, loaded, token, 5), steps(lm, cache, token, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("spec", ["full", "h2o:0.3", "paged", "host", "infinigen:0.2", "recall:0.3", "snapkv:0.3+int4"])
+def test_on_a_gpu_and_from_there_to_a_cpu(spec: str, tmp_path: Path) -> None:
+    lm = LM(tiny_model("llama").to("cuda"))
+    cache, token = held(lm, spec, prompts(*RAGGED))
+    kvatlas.save_cache(cache, tmp_path / "x")
+    loaded = kvatlas.load_cache(tmp_path / "x", lm)
+    assert torch.equal(steps(lm, loaded, token, 5), steps(lm, cache, token, 5))
+    here = lm_of("llama")
+    moved = kvatlas.load_cache(tmp_path / "x", here)
+    assert bool(torch.isfinite(steps(here, moved, token.cpu(), 5)).all())
 
 
 def test_right_after_the_prompt_and_after_rows_were_dropped(tmp_path: Path) -> None:

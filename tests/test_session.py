@@ -250,6 +250,20 @@ def test_forks_do_not_disturb_each_other(spec: str) -> None:
     assert not _storages(first.cache) & _storages(second.cache) or spec.endswith("paged")
 
 
+@pytest.mark.parametrize("spec", ["paged", "h2o:0.3", "quest:0.5+paged"])
+def test_forks_where_layers_have_windows_of_their_own(spec: str) -> None:
+    lm = lm_of("gemma3")
+    first, alone = lm.session(spec), lm.session(spec)
+    for session in (first, alone):
+        session.append(FIRST)
+    fork = first.fork()
+    first.append(THIRD)
+    for session in (fork, alone):
+        session.append(SECOND)
+    first.generate(5)
+    assert fork.generate(8).ids == alone.generate(8).ids
+
+
 def _storages(cache: KVCache) -> set[int]:
     """Where the tensors of a cache are."""
     held: list[torch.Tensor] = []
