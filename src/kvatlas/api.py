@@ -95,17 +95,17 @@ def save_cache(cache: KVCache | AtlasCache, path: str | Path) -> None:
 
 
 @overload
-def load_cache(path: str | Path, lm: LM, *, reserve: int = 256) -> KVCache: ...
+def load_cache(path: str | Path, lm: LM, *, reserve: int | None = None) -> KVCache: ...
 @overload
-def load_cache(path: str | Path, lm: Any, *, reserve: int = 256) -> Any: ...
-def load_cache(path: str | Path, lm: Any, *, reserve: int = 256) -> Any:
+def load_cache(path: str | Path, lm: Any, *, reserve: int | None = None) -> Any: ...
+def load_cache(path: str | Path, lm: Any, *, reserve: int | None = None) -> Any:
     """A saved cache, under the strategy and on the place that it had.
 
     Args:
         path: a file that ``save_cache`` (or ``Session.save``) wrote.
         lm: the model that the cache was made with: what ``load`` gave, or a transformers model, for which the cache is
             one for ``model.generate``.
-        reserve: new tokens to make room for at first.
+        reserve: new tokens to make room for at first; None: as many as the saved cache began with.
 
     Raises:
         UserError: no such file, none of ours, another model or dtype, a newer format, a damaged file.
@@ -118,7 +118,7 @@ def load_cache(path: str | Path, lm: Any, *, reserve: int = 256) -> Any:
     kv, about = saved.load_cache(path, served, reserve)
     if "columns" not in about:
         raise UserError(f"{path} was saved from an LM's cache; load it with what kvatlas.load gives")
-    made = AtlasCache(kv, served.facts.layers, reserve=reserve, seen=about["columns"])
+    made = AtlasCache(kv, served.facts.layers, seen=about["columns"])
     served.bridge.watch(made)
     return made
 

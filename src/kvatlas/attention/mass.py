@@ -45,6 +45,9 @@ def key_statistic(
         assert seen_keys is not None
         return _hits(q, k, lse, wants, scale, causal, counted, first, seen_keys)
     band = wants.last if wants.kind == "band" else None
+    farthest = q.shape[1] - 1 + (0 if behind is None else int(behind.max()) if behind.numel() else 0)
+    if band is not None and farthest < band:  # no key is out of it
+        band = None
     if band is None and fast.serves(q, k):
         return fast.column_mass(q, k, lse, scale, first_query=counted, causal=causal)
     return _tiled_statistic(q, k, lse, scale, causal, counted, band, behind)

@@ -162,7 +162,7 @@ class LayerCache(LayerSlots):
         at = slots.clamp(min=0)
         k = self.store.take("k", at)
         turned = self.to_origin(k, self.store.take("pos", at).long() if self.has_positions else at)
-        self.store.write("k", at, torch.where(slots.unsqueeze(-1) >= 0, turned, k))
+        self.store.write("k", slots, turned)
 
     def _note_attended(self, view: View, chosen: Selection | None) -> None:
         """True positions and counts of what this step attends to, for those who look closely."""

@@ -65,8 +65,10 @@ def save(
     write_tensors(path, [*_parts(cache), part_of(tensors or {})], header)
 
 
-def load(file: TensorFile, lm: LM, reserve: int) -> KVCache:
-    """The cache in an open file, under the strategy and on the place that it names; room for ``reserve`` more tokens.
+def load(file: TensorFile, lm: LM, reserve: int | None = None) -> KVCache:
+    """The cache in an open file, under the strategy and on the place that it names.
+
+    There is room for ``reserve`` more tokens (None: as it began with), and more when it is needed.
 
     Raises:
         UserError: when it was made with another model.
@@ -81,15 +83,15 @@ def load(file: TensorFile, lm: LM, reserve: int) -> KVCache:
     return cache
 
 
-def load_cache(path: str | Path, lm: LM, reserve: int = 256) -> tuple[KVCache, dict[str, Any]]:
+def load_cache(path: str | Path, lm: LM, reserve: int | None = None) -> tuple[KVCache, dict[str, Any]]:
     """A saved cache and the file's header."""
-    if reserve < 1:
+    if reserve is not None and reserve < 1:
         raise UserError(f"reserve must be at least 1 token, not {reserve}")
     with open_tensors(path) as file:
         return load(file, lm, reserve), file.about
 
 
-def copy(cache: KVCache, reserve: int = 256) -> KVCache:
+def copy(cache: KVCache) -> KVCache:
     """A cache of its own with the same sequences in the same state: neither ever sees what the other does.
 
     Blocks of a pool are shared until one of the two writes to them; all else is copied.
@@ -97,7 +99,7 @@ def copy(cache: KVCache, reserve: int = 256) -> KVCache:
     _check_whole(cache)
     constants = [layer.constants for layer in cache.layers]
     made = KVCache(cache.strategy, cache.shape, cache.layers[0].port, constants, cache.clock)
-    _restore(made, _told(cache), _Live(cache), reserve, of=cache)
+    _restore(made, _told(cache), _Live(cache), None, of=cache)
     return made
 
 
@@ -116,6 +118,7 @@ def _told(cache: KVCache) -> dict[str, Any]:
     """What the header says of a cache."""
     return {
         "prompts": cache.layers[0].prompts,
+        "reserve": _reserved(cache),
         "seen": cache.seen.tolist(),
         "layers": [
             {
@@ -125,6 +128,12 @@ def _told(cache: KVCache) -> dict[str, Any]:
             for layer in cache.layers
         ],
     }
+
+
+def _reserved(cache: KVCache) -> int:
+    """The room for new tokens that the cache began with: places may divide what they hold by it."""
+    layers = [layer for layer in cache.layers if not layer.facts.windowed] or cache.layers
+    return max(1 + layer.store.layout.capacity - layer.capacity_for(layer.prompts, 1) for layer in layers)
 
 
 def _store_told(store: Store) -> dict[str, Any]:
@@ -198,10 +207,13 @@ class _Live:
 # ------------------------------------------------------------------- back again
 
 
-def _restore(cache: KVCache, told: Mapping[str, Any], source: Source, reserve: int, of: KVCache | None = None) -> None:
+def _restore(
+    cache: KVCache, told: Mapping[str, Any], source: Source, reserve: int | None, of: KVCache | None = None
+) -> None:
     """Fill a new cache; ``of`` is the one that it becomes a copy of."""
     prompts, seen = told["prompts"], told["seen"]
-    cache.begin(prompts, reserve + max(s - p for s, p in zip(seen, prompts)))
+    room = told["reserve"] if reserve is None else reserve + max(s - p for s, p in zip(seen, prompts))
+    cache.begin(prompts, max(1, room))
     forked = [] if of is None else _fork_shared(of, cache)
     for i, (layer, one) in enumerate(zip(cache.layers, told["layers"])):
         layer.seen = torch.tensor(seen, dtype=torch.int64, device=layer.facts.device)

@@ -177,7 +177,7 @@ class Session:
         self._check_whole()
         if not self.cache.started:
             return Session(self.lm, self.lm.new_cache(self.cache.strategy), self.system, self.beyond_trained)
-        other = Session(self.lm, saved.copy(self.cache, RESERVE), self.system, self.beyond_trained)
+        other = Session(self.lm, saved.copy(self.cache), self.system, self.beyond_trained)
         other._tokens, other._logits, other._answering = list(self._tokens), self._logits, self._answering
         return other
 
@@ -205,7 +205,7 @@ class Session:
             if "session" not in file.about:
                 raise UserError(f"{path} holds a cache and no session; load it with kvatlas.load_cache")
             about: dict[str, Any] = file.about["session"]
-            session = cls(lm, saved.load(file, lm, RESERVE), about["system"], about["beyond_trained"])
+            session = cls(lm, saved.load(file, lm), about["system"], about["beyond_trained"])
             session._tokens = file.get("session.tokens").tolist()
             session._logits = file.get("session.logits").to(lm.facts.device, copy=True)
             session._answering = about["answering"]
