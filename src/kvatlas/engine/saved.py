@@ -158,7 +158,7 @@ def _parts(cache: KVCache) -> Iterator[Part]:
             for row, n in enumerate(layer.seen.tolist()):
                 name = f"{i}.inputs.{row}"
                 shape = (n, layer.facts.hidden)
-                yield Part({name: (layer.facts.dtype, shape)}, partial(_inputs, name, layer.store, row))
+                yield Part({name: (layer.facts.dtype, shape)}, partial(_inputs, name, layer.store, row, n))
 
 
 def _rules(layer: LayerCache) -> dict[str, Tensor]:
@@ -183,8 +183,8 @@ def _columns(start: str, store: Store, row: int, n: int) -> Part:
     return Part(specs, lambda: {f"{start}.{name}": tensor for name, tensor in store.row_columns(row).items()})
 
 
-def _inputs(name: str, store: Store, row: int) -> dict[str, Tensor]:
-    return {name: store.row_inputs(row)}
+def _inputs(name: str, store: Store, row: int, n: int) -> dict[str, Tensor]:
+    return {name: store.row_inputs(row, n)}
 
 
 class _Live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,8 @@ class LayerSlots:
 
     def planned(self, prompts: list[int], reserve: int) -> Layout:
         """The store that these prompts will begin with."""
-        return self.layout(len(prompts), self.capacity_for(prompts, reserve))
+        layout = self.layout(len(prompts), self.capacity_for(prompts, reserve))
+        return replace(layout, tokens=max(prompts) + max(reserve, 1)) if layout.hidden else layout
 
     def planned_archive(self, prompts: list[int], reserve: int) -> Layout | None:
         """The archive that these prompts will begin with; None where the place has none or nothing is evicted."""

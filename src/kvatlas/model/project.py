@@ -1,9 +1,9 @@
-"""Queries outside the model's own forward: project them from a layer's input, and rotate them to another position."""
+"""Queries, keys and values outside the model's own forward: projected from a layer's input, or rotated elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvatlas.errors import UserError
 from kvatlas.model.facts import SCALED_BEFORE, attentions_of, decoder_of, facts_of
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 MOVING_ROPE = ("dynamic", "longrope")  # frequencies depend on the sequence's length: no rotation by a difference
 
+Which = Literal["q", "k", "v"]
+
 
 class Projector:
-    """A model's query projection (weight, bias, norm, RoPE), for any decoder of transformers with a ``q_proj``.
+    """A model's projections (weight, bias, norm, RoPE), for any decoder of transformers with ``q_proj`` and the like.
 
     RoPE is applied by the architecture's own ``apply_rotary_pos_emb``, so its convention (halves, interleaved, partial)
-    is the model's own. Raises UserError where the model's queries cannot be projected from outside.
+    is the model's own. Raises UserError where the model's queries or keys cannot be projected from outside.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,19 +38,25 @@ class Projector:
     def project_query(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """Queries as attention sees them: x [B, T, hidden] after the layer's norm, positions [B, T] -> [B, H, T, D]."""
         attention = self.attentions[layer]
-        flat = self._flat(attention, x)
+        flat = self._flat(attention, x, "q")
         if self._scale:
             flat = flat * attention.scaling
-        q = flat.view(*x.shape[:2], self.facts.heads, -1)
-        norm = _norm_of(attention)
-        if norm is not None and norm.weight.shape[-1] == q.shape[-1]:
-            q = norm(q)
-        q = q.transpose(1, 2)
-        if not self._rotates(attention):
-            return q
-        q = _apply(attention, q, *self._cos_sin(layer, x, positions))
+        q = self._rotated(layer, _by_head(attention, flat, self.facts.heads, "q"), x, positions)
         last = getattr(attention, "query_layernorm", None)  # HunYuan norms after RoPE
         return q if last is None else last(q)
+
+    def recompute(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as they reach attention, [B, H, T, D]: x and positions as in ``project_query``."""
+        attention, heads = self.attentions[layer], self.facts.kv_heads
+        k = self._rotated(layer, _by_head(attention, self._flat(attention, x, "k"), heads, "k"), x, positions)
+        last = getattr(attention, "key_layernorm", None)
+        v = _by_head(attention, self._flat(attention, x, "v"), heads, "v").transpose(1, 2)
+        return k if last is None else last(k), v
+
+    def _rotated(self, layer: int, x: Tensor, like: Tensor, positions: Tensor) -> Tensor:
+        """x [B, T, H, D] -> [B, H, T, D], with RoPE where the layer has it."""
+        x, attention = x.transpose(1, 2), self.attentions[layer]
+        return _apply(attention, x, *self._cos_sin(layer, like, positions)) if self._rotates(attention) else x
 
     def rotate(self, layer: int, q: Tensor, from_positions: Tensor, to_positions: Tensor) -> Tensor:
         """Move `q` [B, H, T, D], which carries RoPE of `from_positions`, to `to_positions`.
@@ -74,26 +82,32 @@ class Projector:
         scaling = self._scaling(layer)
         return _apply(self.attentions[layer], wide, cos / scaling, sin / scaling).to(q.dtype)
 
-    def _flat(self, attention: Any, x: Tensor) -> Tensor:
-        """The projected queries [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""
-        project, rows = getattr(attention, "q_proj", None), x.reshape(-1, x.shape[-1])
+    def _flat(self, attention: Any, x: Tensor, which: Which) -> Tensor:
+        """A projection [B, T, H*D], normed where the architecture norms all heads at once (OLMo 2)."""
+        project, rows = getattr(attention, f"{which}_proj", None), x.reshape(-1, x.shape[-1])
         if project is None:
             fused = getattr(attention, "qkv_proj", None)
             if fused is None:
                 raise UserError(
-                    f"{type(attention).__name__} has no q_proj; strategies that speculate on queries need one "
-                    "(Llama, Qwen, Mistral, Gemma, GPT-OSS, OPT and the like have it)"
+                    f"{type(attention).__name__} has no {which}_proj; strategies that speculate on queries or compute "
+                    "keys again need one (Llama, Qwen, Mistral, Gemma, GPT-OSS, OPT and the like have it)"
                 )
-            size = self.facts.heads * self.facts.head_dim
-            flat = linear(rows, fused.weight[:size], None if fused.bias is None else fused.bias[:size])
+            part = self._part(which)
+            flat = linear(rows, fused.weight[part], None if fused.bias is None else fused.bias[part])
         elif type(project).__name__ == "Linear":
             flat = linear(rows, project.weight, project.bias)
         else:  # an adapter or a quantised matrix knows better
             flat = project(rows)
         flat = flat.view(*x.shape[:2], -1)
-        norm = _norm_of(attention)
+        norm = _norm_of(attention, which)
         whole = norm is not None and norm.weight.shape[-1] != self.facts.head_dim
         return norm(flat) if whole else flat
+
+    def _part(self, which: Which) -> slice:
+        """The rows of a fused matrix that give queries, keys or values."""
+        queries, keys = (n * self.facts.head_dim for n in (self.facts.heads, self.facts.kv_heads))
+        start = {"q": 0, "k": queries, "v": queries + keys}[which]
+        return slice(start, start + (queries if which == "q" else keys))
 
     def _rotates(self, attention: Any) -> bool:
         """Whether this layer's queries carry RoPE: some architectures leave it out in some layers."""
@@ -136,11 +150,17 @@ class Projector:
             )
 
 
-def _norm_of(attention: Any) -> Any:
-    """The norm on queries, or None."""
-    norm = getattr(attention, "q_norm", None)
-    norm = norm if norm is not None else getattr(attention, "q_layernorm", None)
+def _norm_of(attention: Any, which: Which) -> Any:
+    """The norm on queries, keys or values, or None."""
+    norm = getattr(attention, f"{which}_norm", None)
+    norm = norm if norm is not None else getattr(attention, f"{which}_layernorm", None)
     return norm if getattr(norm, "weight", None) is not None else None
+
+
+def _by_head(attention: Any, flat: Tensor, heads: int, which: Which) -> Tensor:
+    """[B, T, H*D] -> [B, T, H, D], normed where the architecture norms each head."""
+    x, norm = flat.unflatten(-1, (heads, -1)), _norm_of(attention, which)
+    return norm(x) if norm is not None and norm.weight.shape[-1] == x.shape[-1] else x
 
 
 def _takes_layer_type(rotary: Any) -> bool:

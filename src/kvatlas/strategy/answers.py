@@ -481,7 +481,8 @@ class Layout:
     """What a store has to hold.
 
     ``capacity`` is its slots per sequence at the start; ``limit`` gives the most tokens that a selection may fetch of
-    so many (None: nothing selects); ``hidden`` is the width of the attention inputs that it keeps (0: none).
+    so many (None: nothing selects); ``hidden`` is the width of the attention inputs that it keeps (0: none), and
+    ``tokens`` of how many positions.
     """
 
     columns: tuple[Column, ...]
@@ -494,6 +495,7 @@ class Layout:
     device: torch.device
     limit: Callable[[int], int] | None = None
     hidden: int = 0
+    tokens: int = 0
 
     def slot_bytes(self, kind: str | None = None) -> int:
         """Bytes of one slot of one KV head: of all columns, or of those of a kind."""

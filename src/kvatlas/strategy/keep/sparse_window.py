@@ -12,6 +12,7 @@ from kvatlas.attention.tiles import Wants
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Column, Combine, LayerFacts, View, fold
 from kvatlas.strategy.keep.ranked import Ranked, protect
+from kvatlas.strategy.place.phases import Phased
 from kvatlas.strategy.registry import Preset, register
 
 
@@ -72,7 +73,8 @@ class SparseWindow(Ranked):
 register(
     Preset(
         "alisa",
-        {"keep": SparseWindow},
+        {"keep": SparseWindow, "place": Phased},
         "a window and what was attended to of late; on the device, then on the host, then computed again",
+        yields=("place",),
     )
 )

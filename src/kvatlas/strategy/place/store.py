@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -58,13 +58,15 @@ class Store(ABC):
 
     After ``drop`` one of them is free until the next ``append`` overwrites it. ``filled`` is the largest length, known
     without asking the device. ``ragged`` is False only while all lengths are equal. ``most`` is the slots that the
-    fullest sequence will ever need (None: without end); the engine says it.
+    fullest sequence will ever need (None: without end); the engine says it. Where a place wants the layer's inputs, the
+    engine gives ``recompute``: inputs ``[B, n, hidden]`` at positions ``[B, n]`` -> keys and values ``[B, H, n, D]``.
     """
 
     lengths: Tensor  # [B, H] int64
     filled: int
     ragged: bool
     most: int | None = None
+    recompute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -85,6 +87,18 @@ class Store(ABC):
     @abstractmethod
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
         """Replace what a sequence holds by ``[H, n, ...]`` of every column."""
+
+    def put_inputs(self, row: int, start: int, x: Tensor) -> None:
+        """The layer's inputs ``[T, hidden]`` of a sequence's tokens from position ``start`` on."""
+        raise NotImplementedError
+
+    def append_inputs(self, x: Tensor, positions: Tensor) -> None:
+        """The layer's inputs ``[B, hidden]`` of the tokens at ``positions [B]``."""
+        raise NotImplementedError
+
+    def row_inputs(self, row: int, tokens: int) -> Tensor:
+        """The layer's inputs ``[tokens, hidden]`` of a sequence's first tokens."""
+        raise NotImplementedError
 
     @abstractmethod
     def row_columns(self, row: int) -> dict[str, Tensor]:

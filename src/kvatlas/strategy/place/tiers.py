@@ -219,16 +219,20 @@ class TieredStore(FetchingStore):
             super().write(name, slots, values)
             return
         self.forget_ahead()
+        self._overwrite(name, slots, values)
+
+    def _overwrite(self, name: str, slots: Tensor, values: Tensor) -> None:
         for at, segment in self._placed():
             segment.write(name, slots - at, values)
 
     def compact(self) -> None:
         if self.holes:
+            self.forget_ahead()
             last = self.lengths - 1
             target = torch.where(self.next < self.lengths, self.next, -1).unsqueeze(-1)
             moved = self._taken(last.clamp(min=0).unsqueeze(-1))
             for name, values in moved.items():
-                self.write(name, target, values)
+                self._overwrite(name, target, values)
         super().compact()
 
     def _resize(self, capacity: int) -> None:
