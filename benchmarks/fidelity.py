@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ def line(p: Point) -> str:
 def at(curve: list[Point], fraction: float) -> tuple[float, float] | None:
     """KL and its error of a curve at a fraction of tokens read; None outside of what was measured."""
     known = sorted((p.read, max(p.kl, 1e-9), p.error) for p in curve)
-    for (x0, y0, e0), (x1, y1, e1) in zip(known, known[1:]):
+    for (x0, y0, e0), (x1, y1, e1) in pairwise(known):
         if x0 <= fraction <= x1:
             share = 0.0 if x1 == x0 else math.log(fraction / x0) / math.log(x1 / x0)
             return math.exp(math.log(y0) + share * math.log(y1 / y0)), max(e0, e1)
@@ -137,10 +138,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the points here")
     parser.add_argument("--from-json", type=Path, help="judge points that were written before")
     options = parser.parse_args()
-    if options.from_json:
-        points = [Point(**p) for p in json.loads(options.from_json.read_text())]
-    else:
-        points = measured(options)
+    stored = json.loads(options.from_json.read_text()) if options.from_json else None
+    points = measured(options) if stored is None else [Point(**p) for p in stored]
     if options.json:
         options.json.write_text(json.dumps([asdict(p) for p in points], indent=1))
     print("\n".join(findings(points)))

@@ -76,7 +76,7 @@ def state_bytes(spec: str, arch: str, layer: int, slots: int, dtype: torch.dtype
     name = type(read).__name__
     if name == "Speculated":
         return total + heads * dim * (int(dim * read.partial) * size + 4)  # the prompt's basis and its sums
-    if name == "Quest" and read.budget != 1.0 or name == "SecondChance" and not strategy.keep.lossless():
+    if (name == "Quest" and read.budget != 1.0) or (name == "SecondChance" and not strategy.keep.lossless()):
         return total + 2 * heads * -(-slots // read.page) * dim * size
     if name == "ProductQuantised" and read.budget != 1.0:
         return total + heads * dim * 2**read.bits * size + 1

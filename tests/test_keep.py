@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from specs import lm_of, prompts
@@ -173,14 +175,14 @@ def test_alisa_sums_late_attention_only() -> None:
 def test_a_pyramid_falls_and_keeps_its_total() -> None:
     shares = LayerShares().shares(30)
     assert shares[0] == pytest.approx(1.95) and shares[-1] == pytest.approx(0.05)
-    assert all(a > b for a, b in zip(shares, shares[1:])) and sum(shares) == pytest.approx(30)
+    assert all(a > b for a, b in pairwise(shares)) and sum(shares) == pytest.approx(30)
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.3, 0.7, 0.95])
 def test_what_a_layer_cannot_use_goes_to_the_others(budget: float) -> None:
     given = divide_budget(budget, LayerShares().shares(12))
     assert sum(given) == pytest.approx(budget * 12) and max(given) <= 1.0
-    assert all(a >= b for a, b in zip(given, given[1:]))
+    assert all(a >= b for a, b in pairwise(given))
 
 
 def test_budgets_by_layer_in_tokens() -> None:

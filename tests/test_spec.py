@@ -27,10 +27,12 @@ BUDGETS = st.one_of(
 )  # as written in a spec
 
 
-TABLE = set(
-    "full paged virtual streaming h2o scissorhands snapkv quest infinigen pqcache infllm squeezed alisa flexgen kvquant "
-    "disk oracle random recall int8 int4 host raw blockcache".split()
-)
+TABLE = {
+    *("full", "paged", "virtual", "host", "disk", "flexgen", "blockcache"),
+    *("streaming", "h2o", "scissorhands", "snapkv", "alisa", "random", "recall"),
+    *("quest", "infinigen", "pqcache", "infllm", "squeezed", "oracle"),
+    *("int8", "int4", "kvquant", "raw"),
+}
 LOSSY = {
     "infinigen": "its alpha",
     "infllm": "its window",

@@ -260,7 +260,7 @@ def test_references_come_to_nothing() -> None:
 
 @pytest.mark.parametrize("link", ["", ":link=100", ":link=100,overlap=false"])
 def test_transfers_of_the_host_tier_are_counted(link: str) -> None:
-    """Every step brings every layer's keys and values once, as one tile here; without a link there is no copy to wait for."""
+    """Every step brings every layer's keys and values once, as one tile; only a link makes it wait for them."""
     lm = lm_of("llama")
     cache, first = started(lm, f"host{link}", prompts(40), reserve=10)
     assert cache.transfers().count == 0

@@ -71,7 +71,7 @@ class Port(Protocol):
         ...
 
     def recompute(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention input ``[B, T, hidden]`` at ``[B, T]`` -> keys and values ``[B, H, T, D]`` as attention sees them."""
+        """Attention input ``[B, T, hidden]`` at ``[B, T]`` -> keys and values ``[B, H, T, D]`` for attention."""
         ...
 
 
@@ -269,7 +269,7 @@ class Read(Answer):
         return None
 
     def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
-        """State of a sequence that holds nothing yet, in a store of ``slots`` slots (tensors without a batch dimension).
+        """State of a sequence that holds nothing yet, in a store of ``slots`` slots (no batch dimension).
 
         A store that grows asks again; what was there moves to the front of the larger tensors.
         """
@@ -378,7 +378,7 @@ class Encode(Answer):
         return {}
 
     def note(self, state: Mapping[str, Tensor], k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """A prompt's raw keys and values ``[H, T, D]`` at ``[T]``, before they are encoded: into its state, in place."""
+        """A prompt's raw keys and values ``[H, T, D]`` at ``[T]``, not yet encoded: into its state, in place."""
 
     def of_row(self, row: int) -> Encode:
         """The same for stores that hold only sequence ``row``, as a batch of one."""

@@ -87,10 +87,18 @@ class SlotStore(Store):
         self.filled = filled
         uniform = not (self.ragged or self.holes)
         slots = self._advance()
-        at = (slice(None), slice(None), self.filled - 1) if uniform else (self._rows, self._heads, slots)
         for name, column in self.data.items():
-            column[at] = values.get(name, 0)
+            value = values.get(name, 0)
+            if uniform:
+                column[:, :, filled - 1] = value
+            else:
+                value = value.to(column.device) if isinstance(value, Tensor) else value
+                column[self._at(slots, column.device)] = value
         return slots
+
+    def _at(self, slots: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots ``[B, H]`` as an index into a column there."""
+        return self._rows.to(device), self._heads.to(device), slots.to(device)
 
     def column(self, name: str) -> Tensor:
         return self.data[name][:, :, : self.filled]
@@ -128,7 +136,7 @@ class SlotStore(Store):
         gap = hole < self.lengths  # rows without a hole have next == lengths
         target = torch.where(gap, hole, last)
         for column in self.data.values():
-            column[self._rows, self._heads, target] = column[self._rows, self._heads, last]
+            column[self._at(target, column.device)] = column[self._at(last, column.device)]
         self.lengths = torch.where(gap, last, self.lengths)
         self.next, self.holes = self.lengths, False
         self.filled = int(self.lengths.max())

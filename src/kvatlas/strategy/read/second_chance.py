@@ -1,11 +1,10 @@
-"""Eviction with a second chance (ours): what a keep rule evicts waits on the host, and its best pages are read again."""
+"""Eviction with a second chance (ours): what a keep rule evicts waits on the host, its best pages are read again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvatlas.attention.bounds import bound_scores
