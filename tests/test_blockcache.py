@@ -12,11 +12,12 @@ from test_stores import started, steps
 from tiny import HEAD_DIM, KV_HEADS, LAYERS
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Encode, Layout, Selection
+from kvatlas.strategy.answers import Encode, Layout
 from kvatlas.strategy.place.blockcache import BlockCache, CachedStore, CachedTransfers, CountingLink
 from kvatlas.strategy.place.device import SlotStore
 from kvatlas.strategy.place.resident import AGE, Resident
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.view import Column, Selection
 
 ROWS, HEADS, DIM = 3, 2, 4
 SLOT = 2 * DIM * 4

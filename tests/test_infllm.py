@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvatlas.engine.replay import replay
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Encode, LayerFacts
+from kvatlas.strategy.answers import Encode
 from kvatlas.strategy.read.infllm import RepresentedBlocks
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.view import LayerFacts
 
 HEADS, GROUP, DIM = 2, 2, 8
 SMALL = RepresentedBlocks(init=3, local=9, block=4, topk=2, repr=2)

@@ -12,9 +12,9 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvatlas.engine.replay import replay
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import LayerShares
 from kvatlas.strategy.budget import divide_budget
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import LayerShares
 
 HEADS, GROUP, DIM = 2, 3, 16
 

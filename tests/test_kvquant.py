@@ -21,10 +21,10 @@ from kvatlas.engine.lm import LM, cache_name
 from kvatlas.engine.replay import RecordedPort
 from kvatlas.errors import UserError
 from kvatlas.model.gradients import kv_gradients
-from kvatlas.strategy.answers import LayerFacts
 from kvatlas.strategy.encode.kvquant import Fitted, KVQuant, channel_range, extremes, opened, range_codes
 from kvatlas.strategy.encode.levels import at_level, fit_levels, nearest_level, pack, packed_bytes, unpack
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.view import LayerFacts
 
 RAGGED = (40, 23, 31)
 DIM = 64

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvatlas.attention import bounds, native
 from kvatlas.attention.native import build, choose, small
-from kvatlas.strategy.answers import LayerFacts, View
 from kvatlas.strategy.read import speculation
+from kvatlas.strategy.view import LayerFacts, View
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels here: {native.why()}")
 LENGTHS = (0, 1, 7, 16, 17, 1000, 1025)

@@ -12,11 +12,12 @@ from tiny import HIDDEN, LAYERS
 from torch import Tensor
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Encode, Layout, Strategy
+from kvatlas.strategy.answers import Encode, Layout
 from kvatlas.strategy.place.device import SlotStore
 from kvatlas.strategy.place.phases import Phased, PhasedStore, distinct, split
 from kvatlas.strategy.place.store import Store
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 
 WIDTH = 24
 PLACES = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvatlas.attention.decode import attend_step
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import POS, Column, Encode, Layout, Place, Selection, Span
+from kvatlas.strategy.answers import Encode, Layout, Place
 from kvatlas.strategy.place.device import SlotStore
 from kvatlas.strategy.place.disk import Disk
 from kvatlas.strategy.place.flexgen import Percentages
@@ -19,6 +19,7 @@ from kvatlas.strategy.place.host import Host
 from kvatlas.strategy.place.paged import Paged
 from kvatlas.strategy.place.store import Store
 from kvatlas.strategy.place.virtual import Virtual, VirtualStore, committed
+from kvatlas.strategy.view import POS, Column, Selection, Span
 
 ROWS, HEADS, GROUP, DIM = 3, 2, 3, 16
 SCORE = Column("score", (), torch.float32)

@@ -12,11 +12,11 @@ from test_stores import started, steps
 
 import kvatlas
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import LayerFacts
 from kvatlas.strategy.budget import resolve
 from kvatlas.strategy.read.kmeans import cluster, nearest
 from kvatlas.strategy.read.pqcache import ProductQuantised, scores, tables
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.view import LayerFacts
 
 SMALL = "pqcache:0.3,bits=3,sinks=2,block=8,cache=16"
 HEADS, GROUP, DIM = 2, 3, 16

@@ -12,10 +12,10 @@ from torch import Tensor
 from kvatlas.attention.bounds import bound_scores
 from kvatlas.engine.replay import replay
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import LayerFacts, View
 from kvatlas.strategy.read import pages
 from kvatlas.strategy.read.quest import Quest
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.view import LayerFacts, View
 
 HEADS, GROUP, DIM = 2, 3, 8
 

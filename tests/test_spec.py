@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Encode, Keep, PrefillMode, Read
+from kvatlas.strategy.answers import Encode, Keep, Read
 from kvatlas.strategy.budget import format_budget, parse_budget, resolve
 from kvatlas.strategy.keep.heavy import HeavyHitters
 from kvatlas.strategy.keep.window import SinksAndWindow
@@ -21,6 +21,7 @@ from kvatlas.strategy.read.oracle import Oracle
 from kvatlas.strategy.read.speculation import Speculated
 from kvatlas.strategy.registry import Parameter, Preset, presets, register
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import PrefillMode
 
 BUDGETS = st.one_of(
     st.floats(0.001, 0.999).map(repr), st.integers(1, 10**6).map(str), st.just("1.0")

@@ -16,10 +16,10 @@ import kvatlas
 from kvatlas.engine import calibrate as calibration
 from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import LayerFacts, fold
 from kvatlas.strategy.budget import resolve
 from kvatlas.strategy.read.squeezed import Squeezed, group_keys, quantile, shares
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.view import LayerFacts, fold
 
 HEADS, GROUP, DIM = 2, 3, 16
 SMALL = "squeezed:clusters=0.3,recent=4"

@@ -16,8 +16,8 @@ from kvatlas.errors import UserError
 from kvatlas.model.bridge import AtlasCache
 from kvatlas.model.load import load_model
 from kvatlas.quality.inspect import Inspection, inspect
-from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 from kvatlas.workload.text import default_text
 
 __all__ = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, get_args
 
-from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.registry import QUESTIONS, Parameter, Preset, find, presets
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 
 COMMON = "Every strategy also takes prefill=flash|eager|chunked:N|chunked-isolated:N, and with chunked:N evict=chunk."
 

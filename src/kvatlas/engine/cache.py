@@ -12,11 +12,13 @@ from kvatlas.attention.prefill import Prefill
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.layer import LayerCache
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Encode, Keep, LayerFacts, Port, Read, Strategy, Transfers
+from kvatlas.strategy.answers import Encode, Keep, Read, Transfers
 from kvatlas.strategy.budget import divide_budget
 from kvatlas.strategy.keep.window import Window
 from kvatlas.strategy.place.device import Device
 from kvatlas.strategy.place.store import Bytes
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import LayerFacts, Port
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from kvatlas.engine.cache import KVCache
 from kvatlas.engine.kept import kept
 from kvatlas.model.facts import check_prompt
 from kvatlas.model.gradients import kv_gradients
-from kvatlas.strategy.answers import Encode, LayerFacts, Read, Strategy
+from kvatlas.strategy.answers import Encode, Read
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import LayerFacts
 
 if TYPE_CHECKING:
     from kvatlas.engine.lm import LM

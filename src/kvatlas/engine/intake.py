@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from kvatlas.attention.prefill import attend_prefill
 from kvatlas.attention.tiles import Rotate, Tile
-from kvatlas.strategy.answers import Span, View
 from kvatlas.strategy.place.device import SlotStore
 from kvatlas.strategy.place.store import Store
+from kvatlas.strategy.view import Span, View
 
 if TYPE_CHECKING:
     from kvatlas.engine.layer import LayerCache

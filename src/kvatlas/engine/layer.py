@@ -15,7 +15,9 @@ from kvatlas.attention.tiles import Rotate, Tile
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.intake import Intake
 from kvatlas.engine.slots import LayerSlots
-from kvatlas.strategy.answers import LayerFacts, Port, Selection, Shared, Span, Strategy, View
+from kvatlas.strategy.answers import Shared
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import LayerFacts, Port, Selection, Span, View
 
 
 class LayerCache(LayerSlots):

@@ -18,8 +18,8 @@ from kvatlas.model.bridge import AtlasCache, bridge_of
 from kvatlas.model.facts import attentions_of, check_prompt, facts_of
 from kvatlas.model.lean import LeanDecoder
 from kvatlas.model.project import Projector
-from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from kvatlas.engine.session import Session

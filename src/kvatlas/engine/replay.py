@@ -12,8 +12,9 @@ from kvatlas.attention.prefill import Prefill
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.layer import LayerCache
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import LayerFacts, Strategy
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import LayerFacts
 
 Rope = Callable[[Tensor, Tensor], Tensor]
 """``rope(x [..., T, D], positions [T]) -> rotated x``: turns un-rotated vectors to positions."""

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvatlas.strategy.answers import POS, Column, Encode, LayerFacts, Layout, Port, Read, Selection, Shared, Strategy
+from kvatlas.strategy.answers import Encode, Layout, Read, Shared
 from kvatlas.strategy.place.store import GROWTH, Bytes, Store
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import POS, Column, LayerFacts, Port, Selection
 
 if TYPE_CHECKING:
     from kvatlas.engine.clock import Clock

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvatlas.attention.prefill import attend_prefill
 from kvatlas.attention.tiles import Wants
 from kvatlas.engine.cache import KVCache
-from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from kvatlas.engine.lm import LM

@@ -20,8 +20,9 @@ from kvatlas.measure.clocks import Stopwatch
 from kvatlas.measure.memory import PeakMemory
 from kvatlas.measure.sample import SECTIONS, Measured
 from kvatlas.measure.schema import Tier
-from kvatlas.strategy.answers import Strategy, Transfers
+from kvatlas.strategy.answers import Transfers
 from kvatlas.strategy.place.store import Bytes
+from kvatlas.strategy.strategy import Strategy
 
 WARM_TOKENS, WARM_STEPS = 32, 3
 SPLIT_STEPS = 8

@@ -14,8 +14,8 @@ from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError
 from kvatlas.quality.reading import Progress
 from kvatlas.quality.watched import Watched
-from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 
 STEPS = 16
 FIGURES = ("covered", "best", "overlap", "error", "kept", "read")

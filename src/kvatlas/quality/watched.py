@@ -11,7 +11,8 @@ from torch import Tensor
 from kvatlas.engine.cache import CacheShape, KVCache
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.layer import LayerCache
-from kvatlas.strategy.answers import Port, Strategy
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import Port
 
 SINKS, RECENT, PARTS = 4, 32, 10
 """Tokens at the start and at the end that are counted apart; parts of equal size of what lies between."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from kvatlas.errors import UserError, nearest
-from kvatlas.strategy.answers import Encode, Keep, LayerShares, PrefillMode, Read, Strategy
+from kvatlas.strategy.answers import Encode, Keep, Read
 from kvatlas.strategy.budget import format_budget, parse_budget
 from kvatlas.strategy.place.device import Device
 from kvatlas.strategy.registry import Parameter, Preset, Question, find
+from kvatlas.strategy.strategy import LayerShares, PrefillMode, Strategy
 
 COMMON = ("prefill", "evict", "layers")
 

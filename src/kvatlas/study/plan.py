@@ -16,8 +16,8 @@ from kvatlas.errors import UserError
 from kvatlas.measure.environment import speed_dtype
 from kvatlas.model.load import BUILT_IN, DTYPES, LOAD_FORMATS, _files_id
 from kvatlas.model.weights import package_version
-from kvatlas.strategy.answers import Strategy
 from kvatlas.strategy.spec import parse
+from kvatlas.strategy.strategy import Strategy
 from kvatlas.workload.text import Text, default_text, file_text
 
 DEFAULTS = "full,paged,streaming:0.3,h2o:0.3,infinigen:0.3,oracle:0.1,random:0.3"

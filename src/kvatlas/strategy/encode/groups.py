@@ -12,8 +12,9 @@ from torch import Tensor
 from kvatlas.attention.packed import code_bytes, quantise, unpack
 from kvatlas.attention.tiles import Packed
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Encode, LayerFacts, Port
+from kvatlas.strategy.answers import Encode
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column, LayerFacts, Port
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Encode, LayerFacts, Port
+from kvatlas.strategy.answers import Encode
 from kvatlas.strategy.encode.levels import at_level, fit_levels, nearest_level, pack, packed_bytes, unpack
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column, LayerFacts, Port
 
 SMALLEST = 1e-8
 """The least half-range: a channel of one value only."""

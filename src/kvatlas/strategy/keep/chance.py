@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, LayerFacts, View
 from kvatlas.strategy.keep.ranked import Ranked, protect
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column, LayerFacts, View
 
 LUCK = Column("luck", (), torch.float32)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvatlas.attention.tiles import Wants
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Combine, LayerFacts, View, fold
 from kvatlas.strategy.budget import resolve
 from kvatlas.strategy.keep.ranked import Ranked, protect
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column, Combine, LayerFacts, View, fold
 
 SCORE = Column("score", (), torch.float32)
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvatlas.strategy.answers import Column, LayerFacts, View
 from kvatlas.strategy.keep.ranked import Ranked
+from kvatlas.strategy.view import Column, LayerFacts, View
 
 USE = Column("use", (), torch.float32)
 

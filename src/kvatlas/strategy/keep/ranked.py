@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvatlas.strategy.answers import POS, Column, Keep, LayerFacts, View
+from kvatlas.strategy.answers import Keep
 from kvatlas.strategy.budget import resolve
+from kvatlas.strategy.view import POS, Column, LayerFacts, View
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvatlas.attention.tiles import Wants
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Combine, View, fold
 from kvatlas.strategy.budget import resolve
 from kvatlas.strategy.keep.ranked import Ranked
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Combine, View, fold
 
 
 @dataclass(frozen=True)

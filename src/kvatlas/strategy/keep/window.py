@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Span, Strategy, View
 from kvatlas.strategy.keep.ranked import Ranked, protect
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import Span, View
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kvatlas.attention.tiles import Tile
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Layout, Selection, Shared, Span, Transfers
+from kvatlas.strategy.answers import Layout, Shared, Transfers
 from kvatlas.strategy.place.fetch import Arrive, after
 from kvatlas.strategy.place.host import Host, HostStore
 from kvatlas.strategy.place.link import Link, Wait
 from kvatlas.strategy.place.resident import Resident
 from kvatlas.strategy.place.store import Bytes, Store
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Selection, Span
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE, Tile
-from kvatlas.strategy.answers import Column, Layout, Place, Selection, Shared, Span
+from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.place.store import GROWTH, Bytes, Store, put_slots
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column, Selection, Span
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvatlas.attention.tiles import TILE
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Layout, Place, Selection, Shared
+from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.place.fetch import Arrive
 from kvatlas.strategy.place.files import Record, SlotFile, aligned
 from kvatlas.strategy.place.folder import PAGE, Folder, direct_works
@@ -24,6 +24,7 @@ from kvatlas.strategy.place.store import Bytes, Store, payload
 from kvatlas.strategy.place.tiers import Segment, TieredStore, Values
 from kvatlas.strategy.place.writeback import HOLDS, WriteBack
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Selection
 
 STAGES = 3
 """Buffers in flight: the one that a layer reads and those that are being filled."""

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE, Tile
-from kvatlas.strategy.answers import Layout, Selection, Span
+from kvatlas.strategy.answers import Layout
 from kvatlas.strategy.place.device import SlotStore, tiles_of
 from kvatlas.strategy.place.link import Link, Wait
 from kvatlas.strategy.place.store import payload, put_slots
+from kvatlas.strategy.view import Selection, Span
 
 Arrive = Callable[[], dict[str, Tensor]]
 """Wait for what is on its way and give its columns ``[B, H, n, ...]``."""

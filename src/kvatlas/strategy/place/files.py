@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvatlas.strategy.answers import Column
 from kvatlas.strategy.place.folder import PAGE, Folder
+from kvatlas.strategy.view import Column
 
 BLOCK = 128
 """Slots that lie together in a file, one KV head after the other, at least."""

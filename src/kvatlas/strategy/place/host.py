@@ -11,11 +11,12 @@ from torch import Tensor
 from kvatlas.attention.choose import move
 from kvatlas.attention.tiles import TILE
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Layout, Place, Selection, Shared
+from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.place.fetch import Arrive, FetchingStore, Run, after, cut
 from kvatlas.strategy.place.link import STAGES, Link
 from kvatlas.strategy.place.store import Bytes, Store
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Selection
 
 
 @dataclass(frozen=True)

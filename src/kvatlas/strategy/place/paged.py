@@ -13,11 +13,13 @@ from torch import Tensor
 from kvatlas.attention.decode import gather_blocks
 from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Layout, Place, Selection, Shared, Span, Strategy
+from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.place.blocks import BlockTable
 from kvatlas.strategy.place.device import tiles_of
 from kvatlas.strategy.place.store import Bytes, Store
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import Selection, Span
 
 
 @dataclass(frozen=True)

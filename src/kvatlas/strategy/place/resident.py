@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvatlas.attention.choose import move
-from kvatlas.strategy.answers import Layout, Selection
+from kvatlas.strategy.answers import Layout
 from kvatlas.strategy.place.store import payload, put_slots
+from kvatlas.strategy.view import Selection
 
 AGE = 64
 """Steps after which counts are halved, lest a block live on what it once was."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvatlas.attention.tiles import Tile
-from kvatlas.strategy.answers import Column, Layout, Selection, Span
+from kvatlas.strategy.answers import Layout
+from kvatlas.strategy.view import Column, Selection, Span
 
 GROWTH = 256
 """Slots by which a growing store is enlarged at least."""

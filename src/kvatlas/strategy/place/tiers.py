@@ -13,10 +13,11 @@ from torch import Tensor
 from kvatlas.attention.choose import move
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE
-from kvatlas.strategy.answers import Column, Layout, Selection
+from kvatlas.strategy.answers import Layout
 from kvatlas.strategy.place.fetch import Arrive, FetchingStore, Run, after, cut, staged
 from kvatlas.strategy.place.link import Link
 from kvatlas.strategy.place.store import Bytes, payload, put_slots
+from kvatlas.strategy.view import Column, Selection
 
 Values = dict[str, Tensor]
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Layout, Place, Shared
+from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.place.device import SlotStore
 from kvatlas.strategy.place.store import Bytes, Store
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column
 
 PAGE = 4096
 """Bytes that are committed at a time."""

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from kvatlas.attention.tiles import Wants
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import LayerFacts, Read, Selection, Span, Strategy, View
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve
 from kvatlas.strategy.place.blockcache import BlockCache
 from kvatlas.strategy.read.pages import best_pages, pages_for
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import LayerFacts, Selection, Span, View
 
 
 class Parts(NamedTuple):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvatlas.attention.choose import best_slots
-from kvatlas.strategy.answers import Combine, Read, Selection, View, fold
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Combine, Selection, View, fold
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvatlas.attention.choose import best_slots, native_serves
-from kvatlas.strategy.answers import Selection
+from kvatlas.strategy.view import Selection
 
 
 def pages_for(slots: int, page: int) -> int:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from kvatlas.attention.choose import best_slots
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Combine, LayerFacts, Read, Selection, Strategy, View, fold
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.place.blockcache import BlockCache
 from kvatlas.strategy.read.kmeans import cluster, nearest
 from kvatlas.strategy.read.slots import positions
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import Column, Combine, LayerFacts, Selection, View, fold
 
 SINKS = 32
 """Of them at most a quarter of the budget, where the user does not say how many."""

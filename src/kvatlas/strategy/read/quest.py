@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvatlas.attention.bounds import bound_scores
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Combine, LayerFacts, Read, Selection, View
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.read import pages
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Combine, LayerFacts, Selection, View
 
 LEAST = 3
 """Pages that are read whatever the budget."""

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from kvatlas.attention.bounds import bound_scores
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Combine, LayerFacts, Read, Selection, View
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.keep.heavy import HeavyHitters
 from kvatlas.strategy.place.archive import Archived
 from kvatlas.strategy.read import pages as paging
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Combine, LayerFacts, Selection, View
 
 
 @dataclass(frozen=True)

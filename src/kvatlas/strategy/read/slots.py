@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvatlas.strategy.answers import View
+from kvatlas.strategy.view import View
 
 
 def positions(view: View) -> Tensor:

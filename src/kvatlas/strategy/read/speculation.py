@@ -17,11 +17,12 @@ from torch import Tensor
 from kvatlas.attention.choose import best_slots, native_serves
 from kvatlas.attention.native import choose as native
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Combine, LayerFacts, Port, Read, Selection, View, fold
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.keep.pool import Pool
 from kvatlas.strategy.place.host import Host
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.view import Column, Combine, LayerFacts, Port, Selection, View, fold
 
 
 def skew(q: Tensor, k: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ from torch.nn.functional import pad
 
 from kvatlas.attention.choose import best_slots
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Column, Combine, LayerFacts, Read, Selection, Strategy, View, fold
+from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.read.kmeans import cluster, nearest
 from kvatlas.strategy.read.slots import positions
 from kvatlas.strategy.registry import Preset, register
+from kvatlas.strategy.strategy import Strategy
+from kvatlas.strategy.view import Column, Combine, LayerFacts, Selection, View, fold
 
 MOST = 2**15 - 1
 """Clusters of a KV head: a label is an int16, 0 standing for a token of no cluster, which is always read."""
