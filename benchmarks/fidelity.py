@@ -54,6 +54,8 @@ def specs(only: set[str]) -> list[str]:
             continue
         if name == "squeezed":
             out += [f"squeezed:quantile={1 - b:g}" for b in BUDGETS]
+        elif name == "infllm":  # blocks of 128 tokens would leave a small budget of so short a text no block at all
+            out += [f"infllm:{b},block=32" for b in BUDGETS]
         else:
             out += [f"{name}:{b}" for b in BUDGETS]
     return out + [s for s in (*ENCODERS, *TOGETHER) if not only or s.split(":")[0] in only]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvatlas.attention.prefill import Prefill
 from kvatlas.engine.clock import Clock
 from kvatlas.engine.layer import LayerCache
 from kvatlas.errors import UserError
+from kvatlas.strategy.place.device import Device
 from kvatlas.strategy.spec import parse
 from kvatlas.strategy.strategy import Strategy
 from kvatlas.strategy.view import LayerFacts
@@ -101,6 +102,8 @@ def replay(
         UserError: shapes that do not fit, or something that the strategy needs and was not given.
     """
     strategy = parse(spec)
+    if strategy.place.wants_inputs:  # none are recorded, and where tokens lie changes nothing of what is kept or read
+        strategy = replace(strategy, place=Device())
     _check(strategy, q, k, v, prompt_len, hidden, w_q)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     heads, total, dim = q.shape

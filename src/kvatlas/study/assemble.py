@@ -24,7 +24,7 @@ from kvatlas.measure.record import (
     Workload,
 )
 from kvatlas.measure.sample import SECTIONS, Measured, Sample
-from kvatlas.strategy.answers import Strategy as Answers
+from kvatlas.strategy.strategy import Strategy as Answers
 from kvatlas.study.plan import Plan
 
 GB = 1e9
