@@ -57,7 +57,7 @@ EVICTING = (
     "h2o:heavy=5,recent=3",
     "random:0.3",
     "scissorhands:0.3",
-    "scissorhands:0.3,history=11,recent=3,gqa=max",
+    "scissorhands:0.3,history=11,gqa=max",
     "snapkv:0.3",
     "snapkv:capacity=12,window=4,kernel=3,pool=max",
     "alisa:0.3",
