@@ -196,7 +196,7 @@ WRONG = [
     ("h2p:0.3", "did you mean 'h2o'"),
     ("streamin", "did you mean 'streaming'"),
     ("xyzzy", "choose from: .*full"),
-    ("h2o+", "unknown strategy ''"),
+    ("h2o+", "nothing stands on one side"),
     ("h2o:0.3,sink=4", "no parameter 'sink'.*did you mean 'sinks'"),
     ("h2o:0.3,window=4", "no parameter 'window'"),
     ("h2o:0.3,sinks", "not key=value"),
@@ -237,6 +237,8 @@ WRONG = [
     ("paged:block=many", "whole number"),
     ("h2o:0.3+streaming:0.3", "h2o and streaming both answer 'keep'"),
     ("oracle:0.3+infinigen:0.3", "oracle and infinigen both answer 'read'"),
+    ("h2o:0.3+", "nothing stands on one side"),
+    ("+", "nothing stands on one side"),
     ("infinigen:0.3,overlap=false+paged", "both answer 'place'"),
     ("h2o:0.3+infinigen:0.3,pool=0.5", "both answer 'keep'"),
     ("full+h2o:0.3,prefill=eager+oracle:0.2,prefill=flash", "prefill"),
@@ -306,3 +308,9 @@ def test_every_field_of_every_answer_can_be_set() -> None:
         for question, answer in preset.answers.items():
             missing = {f.name for f in fields(answer)} - {f for q, f in names if q == question}
             assert missing <= {"budget"}, (preset.name, missing)
+
+
+@pytest.mark.parametrize("spec", [None, 5, ["full"]])
+def test_what_is_no_text_is_a_clear_error(spec: object) -> None:
+    with pytest.raises(UserError, match="a strategy is text such as"):
+        parse(spec)  # type: ignore[arg-type]

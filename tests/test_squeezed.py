@@ -386,7 +386,7 @@ def test_a_tokenizer_may_join_words_where_context_and_question_meet() -> None:
 
 
 def test_a_context_needs_a_tokenizer(context: Path) -> None:
-    with pytest.raises(UserError, match="no tokenizer"):
+    with pytest.raises(UserError, match="needs a tokenizer"):
         lm_of("llama").new_cache(spec_of(context))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvatlas.engine.cache import KVCache
 from kvatlas.engine.kept import kept
+from kvatlas.errors import UserError
 from kvatlas.model.facts import check_prompt
 from kvatlas.model.gradients import kv_gradients
 from kvatlas.strategy.answers import Encode, Read
@@ -97,6 +98,8 @@ def text_ids(lm: LM, text: str | None) -> list[int]:
     """
     if text is None:
         return calibration_ids(lm)
+    if lm.tokenizer is None:
+        raise UserError("a strategy with a text of its own (context=) needs a tokenizer beside the model: tokenizer=")
     ids = lm.encode_prompts(text)[0]
     check_prompt(lm.facts, len(ids), 0)
     return ids

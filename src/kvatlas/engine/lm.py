@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -227,6 +227,8 @@ class LM:
 
     def encode_prompts(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         """Texts to token ids; ids pass through. Raises UserError for an empty prompt, or text without a tokenizer."""
+        if not isinstance(prompts, Iterable):
+            raise UserError(f"prompts must be texts or lists of token ids, not {type(prompts).__name__}")
         items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if not items:
             raise UserError("no prompt given")

@@ -147,6 +147,11 @@ def replay(
 def _check(
     strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, prompt_len: int, hidden: Tensor | None, w_q: Tensor | None
 ) -> None:
+    if not all(isinstance(x, Tensor) for x in (q, k, v)) or not isinstance(prompt_len, int):
+        kinds = ", ".join(type(x).__name__ for x in (q, k, v, prompt_len))
+        raise UserError(f"replay wants three tensors and a whole prompt_len; got {kinds}")
+    if strategy.read.calibration_text() is not None:
+        raise UserError(f"'{strategy.name}' is calibrated on a text, which replay has no model to read with")
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:] or q.shape[0] % k.shape[0]:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise UserError(f"replay wants q [Hq, T, D] and k, v [H, T, D], Hq a multiple of H; got {shapes}")

@@ -39,8 +39,12 @@ def parse(spec: str | Strategy) -> Strategy:
     """
     if isinstance(spec, Strategy):
         return spec
+    if not isinstance(spec, str):
+        raise UserError(f"a strategy is text such as 'h2o:0.3', not {type(spec).__name__}")
     if not spec.strip():
         raise UserError("empty strategy: write a name such as 'full' or 'h2o:0.3'")
+    if not all(text.strip() for text in spec.split("+")):
+        raise UserError(f"'{spec}': nothing stands on one side of a +; write two names, such as 'h2o:0.3+int4'")
     parts = [_parse_part(text.strip()) for text in spec.split("+")]
     answers = _combined(spec, parts)
     defaults: dict[Question, Any] = {"keep": Keep(), "read": Read(), "place": Device(), "encode": Encode()}

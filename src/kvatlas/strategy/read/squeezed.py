@@ -25,6 +25,8 @@ MOST = 2**15 - 1
 """Clusters of a KV head: a label is an int16, 0 standing for a token of no cluster, which is always read."""
 ALWAYS = 1e6
 """Rank of such a token; above it, the later ones rank higher (positions up to 15 million are told apart)."""
+NEAR = 1 - 1e-5
+"""A share this near the threshold passes: a lone cluster's is the same for every query, but for rounding."""
 JOINED = 8
 """Tokens at the end of a context that a tokenizer may give another shape when the prompt goes on."""
 
@@ -78,8 +80,8 @@ class Squeezed(Read):
     a share ``clusters`` of as many clusters, centroids the means of raw keys. A step reads the keys of all clusters
     with S_i = exp(q c_i / sqrt d) / sum_j n_j exp(q c_j / sqrt d) above the threshold, and all that is in no cluster:
     the context's last tokens and what comes later. The threshold is one for all layers and heads: the ``quantile`` of S
-    over the queries of the context's last ``recent`` tokens. S of a group's query heads is combined (``gqa``). Of a
-    short context at most half is left out of the clusters. With a budget no more than that is read, the best first.
+    over the queries of the context's last ``recent`` tokens. S of a group's query heads is combined (``gqa``). A
+    prompt of ``recent`` tokens or fewer is read whole. With a budget no more than that is read, the best first.
 
     ``context`` is a UTF-8 text file that every prompt begins with. It is clustered once a model, and what was found is
     saved beside it. Without, every prompt is clustered when it has been read.
@@ -140,7 +142,7 @@ class Squeezed(Read):
 
     def clustered(self, length: int) -> int:
         """How many tokens of a context are clustered."""
-        return length - min(self.recent, (length + 1) // 2)
+        return max(0, length - self.recent)
 
     def count(self, tokens: int) -> int:
         """Clusters of so many tokens."""
@@ -240,7 +242,9 @@ class Squeezed(Read):
         inside = self.clustered(q.shape[1])
         count = self.count(inside)
         if inside == 0:
-            raise UserError(f"squeezed: context={self.context} has one token, which leaves nothing to cluster")
+            raise UserError(
+                f"squeezed: context={self.context} has no more than recent={self.recent} tokens, which leaves nothing to cluster"
+            )
         _, directions, centroids, sizes = self._group(k[:, :inside], count)
         return {**last, "directions": directions, "centroids": centroids.to(k.dtype), "sizes": sizes.int()}
 
@@ -272,7 +276,7 @@ class Squeezed(Read):
         heads = labels.shape[1]
         found = shares(q.unflatten(1, (heads, -1)), known["centroids"], known["sizes"], view.layer.scale)
         found = fold(found.flatten(1, 2), heads, self.gqa)
-        found.masked_fill_(found <= known["threshold"].view(-1, 1, 1), -1.0)
+        found.masked_fill_(found < known["threshold"].view(-1, 1, 1) * NEAR, -1.0)
         rank = pad(found, (1, 0), value=ALWAYS).gather(-1, labels.long())
         empty = view.empty()
         if empty is not None:
