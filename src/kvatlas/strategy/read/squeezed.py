@@ -243,7 +243,7 @@ class Squeezed(Read):
         count = self.count(inside)
         if inside == 0:
             raise UserError(
-                f"squeezed: context={self.context} is of recent={self.recent} tokens or fewer: nothing is left to cluster"
+                f"squeezed: context={self.context} has recent={self.recent} tokens or fewer: none is left to cluster"
             )
         _, directions, centroids, sizes = self._group(k[:, :inside], count)
         return {**last, "directions": directions, "centroids": centroids.to(k.dtype), "sizes": sizes.int()}
