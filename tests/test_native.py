@@ -327,12 +327,11 @@ def test_choose_takes_the_best_and_copy_rows_fetches_them(dtype: torch.dtype) ->
             assert index[b, h, :n].tolist() == rank[b, h].topk(n).indices.sort().values.tolist()
             assert not index[b, h, n:].any()
     store = torch.randn(2, 3, 400, 24).to(dtype)[:, :, :333]
-    for alone in (True, False):
-        fetched = torch.zeros(2, 3, 340, 24, dtype=dtype)
-        choose.copy_rows(fetched[:, :, 7:], store, index, alone)
-        assert torch.equal(fetched[:, :, 7:], store.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 24)))
-        choose.copy_rows(fetched[:, :, :333], store, None, alone)
-        assert torch.equal(fetched[:, :, :333], store)
+    fetched = torch.zeros(2, 3, 340, 24, dtype=dtype)
+    choose.copy_rows(fetched[:, :, 7:], store, index)
+    assert torch.equal(fetched[:, :, 7:], store.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 24)))
+    choose.copy_rows(fetched[:, :, :333], store, None)
+    assert torch.equal(fetched[:, :, :333], store)
 
 
 def test_choose_takes_the_lower_slot_of_a_tie() -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from readers import DIM, GROUP, HEADS, check_forks_part, themed
 from specs import lm_of, prompts, tokens
 from test_matrix import RAGGED, ran, reachable
 from test_stores import started, steps
@@ -19,17 +20,6 @@ from kvatlas.strategy.spec import parse
 from kvatlas.strategy.view import LayerFacts
 
 SMALL = "pqcache:0.3,bits=3,sinks=2,block=8,cache=16"
-HEADS, GROUP, DIM = 2, 3, 16
-
-
-def themed(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values ``[.., n, D]`` about few themes: near keys of the query's theme matter."""
-    draw = torch.Generator().manual_seed(seed)
-    themes = torch.randn(HEADS, 12, DIM, generator=draw) * 1.5
-    of = torch.randint(0, 12, (n,), generator=draw)
-    k = themes[:, of] + torch.randn(HEADS, n, DIM, generator=draw)
-    q = themes[:, of.roll(7)].repeat_interleave(GROUP, 0) + torch.randn(HEADS * GROUP, n, DIM, generator=draw)
-    return q, k, torch.randn(HEADS, n, DIM, generator=draw)
 
 
 # ------------------------------------------------------------------------- k-means
@@ -239,17 +229,7 @@ def test_it_reads_of_what_is_kept(keep: str) -> None:
 
 
 def test_forks_part() -> None:
-    lm, ids = lm_of("llama"), prompts(40, 23)
-    cache, first = started(lm, SMALL, ids)
-    steps(lm, cache, first, 3)
-    cache.select_rows([0, 1, 0])
-    fed = torch.tensor([7, 8, 9])
-    together = steps(lm, cache, fed, 20)
-    for row, source in enumerate((0, 1, 0)):
-        alone, again = started(lm, SMALL, ids)
-        steps(lm, alone, again, 3)
-        alone.select_rows([source])
-        assert steps(lm, alone, fed[row : row + 1], 20)[0] == together[row]
+    check_forks_part(SMALL)
 
 
 @pytest.mark.parametrize("spec", ["pqcache", SMALL, "pqcache:0.2", "pqcache:0.3,parts=1,bits=8,cache=8,block=3"])

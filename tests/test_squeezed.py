@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from folders import byte_tokenizer
+from readers import DIM, GROUP, HEADS, check_forks_part, themed
 from specs import lm_of, prompts, tokens
 from test_matrix import RAGGED, ran, reachable
-from test_stores import started, steps
+from test_stores import started
 from tiny import tiny_model
 
 import kvatlas
@@ -21,18 +22,7 @@ from kvatlas.strategy.read.squeezed import Squeezed, group_keys, quantile, share
 from kvatlas.strategy.spec import parse
 from kvatlas.strategy.view import LayerFacts, fold
 
-HEADS, GROUP, DIM = 2, 3, 16
 SMALL = "squeezed:clusters=0.3,recent=4"
-
-
-def themed(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values ``[.., n, D]`` about few themes."""
-    draw = torch.Generator().manual_seed(seed)
-    themes = torch.randn(HEADS, 12, DIM, generator=draw) * 2
-    of = torch.randint(0, 12, (n,), generator=draw)
-    k = themes[:, of] + torch.randn(HEADS, n, DIM, generator=draw) * 0.7
-    q = themes[:, of.roll(7)].repeat_interleave(GROUP, 0) + torch.randn(HEADS * GROUP, n, DIM, generator=draw) * 0.7
-    return q, k, torch.randn(HEADS, n, DIM, generator=draw)
 
 
 # -------------------------------------------------------------------------- functions
@@ -109,7 +99,7 @@ def test_one_threshold_for_all_layers_by_the_last_queries() -> None:
 
 @pytest.mark.parametrize("gqa", ["mean", "max", "sum"])
 def test_clusters_above_the_threshold_are_read_whole(gqa: str) -> None:
-    q, k, v = themed(300)
+    q, k, v = themed(300, themes=2, noise=0.7)
     spec = f"squeezed:clusters=0.1,recent=20,quantile=0.8,gqa={gqa}"
     rule = parse(spec).read
     assert isinstance(rule, Squeezed)
@@ -132,7 +122,7 @@ def test_clusters_above_the_threshold_are_read_whole(gqa: str) -> None:
 
 def covered(spec: str) -> tuple[float, float]:
     """Mean share of the tokens read and of the attention mass covered."""
-    q, k, v = themed(600)
+    q, k, v = themed(600, themes=2, noise=0.7)
     result = kvatlas.replay(spec, q, k, v, 560, diagnose=True)
     assert result.covered is not None
     read = [len(r) / (561 + step) for step, heads in enumerate(result.read) for r in heads]
@@ -149,7 +139,7 @@ def test_attention_is_covered_far_better_than_by_lot() -> None:
 
 
 def test_a_budget_takes_the_best_clusters_first() -> None:
-    q, k, v = themed(300)
+    q, k, v = themed(300, themes=2, noise=0.7)
     open_ = kvatlas.replay("squeezed:clusters=0.1,recent=20,quantile=0.5", q, k, v, 280)
     capped = kvatlas.replay("squeezed:0.15,clusters=0.1,recent=20,quantile=0.5", q, k, v, 280)
     tiny = kvatlas.replay("squeezed:7,clusters=0.1,recent=20,quantile=0.5", q, k, v, 280)
@@ -249,17 +239,7 @@ def test_it_reads_of_what_is_kept(keep: str) -> None:
 
 
 def test_forks_part() -> None:
-    lm, ids = lm_of("llama"), prompts(40, 23)
-    cache, first = started(lm, SMALL, ids)
-    steps(lm, cache, first, 3)
-    cache.select_rows([0, 1, 0])
-    fed = torch.tensor([7, 8, 9])
-    together = steps(lm, cache, fed, 20)
-    for row, source in enumerate((0, 1, 0)):
-        alone, again = started(lm, SMALL, ids)
-        steps(lm, alone, again, 3)
-        alone.select_rows([source])
-        assert steps(lm, alone, fed[row : row + 1], 20)[0] == together[row]
+    check_forks_part(SMALL)
 
 
 @pytest.mark.parametrize(

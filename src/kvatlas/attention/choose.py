@@ -26,15 +26,12 @@ def native_serves(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in DTYPES and x.stride(-1) == 1 and native.available()
 
 
-def move(to: Tensor, source: Tensor, index: Tensor | None = None, *, beside: bool = False) -> int:
-    """Copy slots ``index [B, H, n]`` (or all) of ``source [B, H, slots, ..]`` into ``to [B, H, n, ..]``; its bytes.
-
-    ``beside``: another thread computes meanwhile, so keep to one core.
-    """
+def move(to: Tensor, source: Tensor, index: Tensor | None = None) -> int:
+    """Copy slots ``index [B, H, n]`` (or all) of ``source [B, H, slots, ..]`` into ``to [B, H, n, ..]``; its bytes."""
     if to.shape[2] == 0:
         return 0
     if to.device.type == "cpu" and native.available():
-        copy_rows(to, source, index, beside)
+        copy_rows(to, source, index)
     else:
         to.copy_(source if index is None else take_slots(source, index), non_blocking=True)
     return to.nbytes

@@ -6,6 +6,8 @@ pass recomputes the scores tile by tile and sums the columns, in linear memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -41,33 +43,49 @@ def key_statistic(
     Returns:
         ``[Hq, Tk]`` float32, or bits ``[H, Tk, bytes]`` (see ``Wants``).
     """
+    band = wants.last if wants.kind == "band" else None
+    if band is not None and _farthest(q, behind) < band:  # no key is out of it
+        band = None
+    if wants.kind != "hits" and band is None and fast.serves(q, k):
+        return fast.column_mass(q, k, lse, scale, first_query=counted, causal=causal)
+    rows = _weights(q, k, lse, scale, causal, counted, band, behind)
     if wants.kind == "hits":
         assert seen_keys is not None
-        return _hits(q, k, lse, wants, scale, causal, counted, first, seen_keys)
-    band = wants.last if wants.kind == "band" else None
-    farthest = q.shape[1] - 1 + (0 if behind is None else int(behind.max()) if behind.numel() else 0)
-    if band is not None and farthest < band:  # no key is out of it
-        band = None
-    if band is None and fast.serves(q, k):
-        return fast.column_mass(q, k, lse, scale, first_query=counted, causal=causal)
-    return _tiled_statistic(q, k, lse, scale, causal, counted, band, behind)
+        return _hits(k, rows, wants, first, seen_keys)
+    return _tiled_statistic(q, k, rows, lse.dtype)
 
 
-def _tiled_statistic(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    counted: int,
-    band: int | None,
-    behind: Tensor | None,
+def _farthest(q: Tensor, behind: Tensor | None) -> int:
+    """The largest distance between a query and a key that it may see."""
+    return q.shape[1] - 1 + (int(behind.max()) if behind is not None and behind.numel() else 0)
+
+
+def _tiled_statistic(q: Tensor, k: Tensor, rows: Iterator[tuple[slice, slice, Tensor]], dtype: torch.dtype) -> Tensor:
+    heads, group = k.shape[0], q.shape[0] // k.shape[0]
+    total = torch.zeros(heads, group, k.shape[1], dtype=torch.promote_types(dtype, torch.float32), device=q.device)
+    for _, keys, p in rows:
+        total[..., keys] += p.sum(2)
+    return total.flatten(0, 1)
+
+
+def _hits(
+    k: Tensor, rows: Iterator[tuple[slice, slice, Tensor]], wants: Wants, first: int, seen_keys: Tensor
 ) -> Tensor:
+    assert wants.last is not None
+    bits = torch.zeros(*k.shape[:2], -(-wants.last // 8), dtype=torch.uint8, device=k.device)
+    for queries, keys, p in rows:
+        bits[:, keys] |= hit_bits(p, seen_keys[queries], first + queries.start, wants)
+    return bits
+
+
+def _weights(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, causal: bool, counted: int, band: int | None, behind: Tensor | None
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Tiles: which queries (from ``counted`` on), which keys, and their weights ``[H, G, t, n]``, 0 where hidden."""
     heads, group = k.shape[0], q.shape[0] // k.shape[0]
     rows, keys = q.shape[1], k.shape[1]
     grouped, row_lse = q.view(heads, group, rows, -1), lse.view(heads, group, rows, 1)
-    total = torch.zeros(heads, group, keys, dtype=torch.promote_types(lse.dtype, torch.float32), device=q.device)
-    step = _rows_at_once(q, keys)
+    step = max(1, min(256, SCORES_AT_ONCE // (q.shape[0] * keys)))
     for start in range(counted, rows, step):
         stop = min(rows, start + step)
         left = max(0, start - band + 1) if band is not None and causal else 0
@@ -76,39 +94,7 @@ def _tiled_statistic(
         hidden = _hidden(start, stop, left, right, causal, band, behind, q.device)
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
-        total[..., left:right] += p.sum(2)
-    return total.view(q.shape[0], keys)
-
-
-def _rows_at_once(q: Tensor, keys: int) -> int:
-    return max(1, min(256, SCORES_AT_ONCE // (q.shape[0] * keys)))
-
-
-def _hits(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    wants: Wants,
-    scale: float,
-    causal: bool,
-    counted: int,
-    first: int,
-    seen_keys: Tensor,
-) -> Tensor:
-    heads, group = k.shape[0], q.shape[0] // k.shape[0]
-    rows, keys = q.shape[1], k.shape[1]
-    grouped, row_lse = q.view(heads, group, rows, -1), lse.view(heads, group, rows, 1)
-    assert wants.last is not None
-    bits = torch.zeros(heads, keys, -(-wants.last // 8), dtype=torch.uint8, device=q.device)
-    step = _rows_at_once(q, keys)
-    for start in range(counted, rows, step):
-        stop = min(rows, start + step)
-        right = stop if causal else keys
-        p = row_scores(grouped[:, :, start:stop], k[:, :right], scale).sub_(row_lse[:, :, start:stop]).exp_()
-        if causal:
-            p.masked_fill_(_hidden(start, stop, 0, right, True, None, None, q.device), 0.0)  # type: ignore[arg-type]
-        bits[:, :right] |= hit_bits(p, seen_keys[start:stop], first + start, wants)
-    return bits
+        yield slice(start, stop), slice(left, right), p
 
 
 def hit_bits(p: Tensor, seen: Tensor, first: int, wants: Wants) -> Tensor:
@@ -119,8 +105,13 @@ def hit_bits(p: Tensor, seen: Tensor, first: int, wants: Wants) -> Tensor:
     ring = hit.new_zeros(hit.shape[0], wants.last, hit.shape[2])
     at = torch.arange(first, first + hit.shape[1], device=hit.device) % wants.last
     ring[:, at] = hit
-    padded = pad(ring.transpose(1, 2), (0, -wants.last % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=hit.device)).sum(-1, dtype=torch.uint8)
+    return pack_bits(ring.transpose(1, 2))
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """``[..., n]`` bool -> ``[..., ceil(n / 8)]`` uint8, flag i being bit ``i % 8`` of byte ``i // 8``."""
+    bytes_ = pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    return (bytes_ << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(-1, dtype=torch.uint8)
 
 
 def _hidden(

@@ -68,7 +68,7 @@ class KVCache:
         constants: Sequence[Mapping[str, Tensor]] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if (strategy.read.calibrates or strategy.encode.calibrates) and constants is None:
+        if strategy.calibrates and constants is None:
             raise UserError(f"'{strategy.name}' must be calibrated on the model first (kvatlas.load does that)")
         self.strategy, self.shape, self.clock = strategy, shape, clock or Clock(False)
         self.shared = strategy.place.shared(shape.layers)
@@ -118,11 +118,9 @@ class KVCache:
 
     def match_prefix(self, row: int, ids: list[int]) -> int:
         """How many of the prompt's first tokens need not be computed, being stored already."""
-        asked, facts = (
-            self.strategy,
-            self.layers[-1].facts,
-        )  # state that reused tokens would not be in stands against it
-        simple = not (asked.keep.evicts or asked.read.whole_prompt or asked.encode.begin(facts))
+        keep, read, encode = self.strategy.keep, self.strategy.read, self.strategy.encode
+        # an encoder's state would lack the tokens that are reused
+        simple = not (keep.evicts or read.whole_prompt or encode.begin(self.layers[-1].facts))
         own_windows = any(w is not None for w in self.shape.windows)
         if self.shared is None or not simple or own_windows:
             return 0

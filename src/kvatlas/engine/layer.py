@@ -45,6 +45,7 @@ class LayerCache(LayerSlots):
     ) -> None:
         super().__init__(strategy, facts, port, shared, constants)
         self.how, self.clock = how, clock or Clock(False)
+        self._learns = self.keep.wants() is not None
         self.wants = self.keep.wants() or self.read.wants()
         self.weights: Tensor | None = None
         self.attended: list[tuple[Tensor, Tensor]] = []
@@ -125,7 +126,7 @@ class LayerCache(LayerSlots):
         tiles = self._fetched(self._tiles(view, chosen))
         with clock("attend"):
             out, weights = attend_step(
-                q, tiles, scale=self.how.scale, weights=self.keep.wants() is not None or clock.diagnose,
+                q, tiles, scale=self.how.scale, weights=self._learns or clock.diagnose,
                 sink=self.how.sink, rotate=self._rotate_step(now),
             )  # fmt: skip
         with clock("drop"):
@@ -145,7 +146,7 @@ class LayerCache(LayerSlots):
 
     def _after_step(self, view: View, weights: Tensor | None, chosen: Selection | None) -> None:
         view.selection = chosen if self.archive is None else None
-        if self.keep.wants() is not None and weights is not None:
+        if self._learns and weights is not None:
             view.weights = weights if view.selection is None else _by_slot(weights, view.selection, view.width)
             view.weights = view.weights[..., : view.width]  # the archive's come after the kept ones
         self.keep.observe(view)

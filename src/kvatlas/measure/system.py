@@ -102,7 +102,7 @@ def _compile(lm: LM) -> float:
 
 def _set_up(lm: LM, strategy: Strategy) -> float | None:
     """What the strategy needs once a model."""
-    if not (strategy.read.calibrates or strategy.encode.calibrates):
+    if not strategy.calibrates:
         return None
     with Stopwatch(lm.facts.device) as watch:
         lm.constants(strategy)

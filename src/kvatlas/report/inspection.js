@@ -22,15 +22,5 @@
   };
 
   const panels = [...document.querySelectorAll(".panel")].map((figure) => ({ chart: figure.querySelector(".chart"), name: figure.dataset.chart, view: null, width: 0 }));
-  const all = async (some) => {
-    for (const panel of some) await draw(panel);
-    document.documentElement.dataset.drawn = panels.length;
-  };
-  let later = 0;
-  window.addEventListener("resize", () => {
-    clearTimeout(later);
-    later = setTimeout(() => all(panels.filter((panel) => panel.width !== panel.chart.clientWidth)), 200);
-  });
-  dark.addEventListener("change", () => all(panels));
-  all(panels);
+  keepDrawn(panels, draw);
 })();

@@ -55,7 +55,7 @@ def render(found: Inspection, about: str = "") -> str:
     """The page as a string."""
     import jinja2
 
-    script, engine = _asset("inspection.js"), library()
+    script, engine = _asset("redraw.js") + _asset("inspection.js"), library()
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

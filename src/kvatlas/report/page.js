@@ -95,17 +95,7 @@
     panels.push(panel);
     for (const select of figure.querySelectorAll("select")) select.addEventListener("change", () => draw(panel));
   }
-  const all = async (some) => {
-    for (const panel of some) await draw(panel);
-    document.documentElement.dataset.drawn = panels.length;
-  };
-  let later = 0;
-  window.addEventListener("resize", () => {
-    clearTimeout(later);
-    later = setTimeout(() => all(panels.filter((panel) => panel.width !== panel.chart.clientWidth)), 200);
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => all(panels));
-  all(panels);
+  keepDrawn(panels, draw);
 
   /* Sorting: a click sorts all tables of its comparison alike; missing figures go last. */
   const order = (head, column, down) => {

@@ -57,7 +57,7 @@ def render(records: list[Record]) -> str:
     found = cells(records)
     colours = tones(found)
     drawn = [_charts(cell, colours) for cell in found]
-    library, script = charts.library(), _asset("page.js")
+    library, script = charts.library(), _asset("redraw.js") + _asset("page.js")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

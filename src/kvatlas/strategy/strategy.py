@@ -65,6 +65,11 @@ class Strategy:
         answers = (self.keep, self.read, self.place, self.encode)
         return all(a.lossless() for a in answers) and self.prefill.kind != "chunked-isolated"
 
+    @property
+    def calibrates(self) -> bool:
+        """Something of the model has to be known first."""
+        return self.read.calibrates or self.encode.calibrates
+
     def answers(self) -> dict[str, str]:
         """The four answers in words."""
         return {q: getattr(self, q).words() for q in ("keep", "read", "place", "encode")}

@@ -56,8 +56,7 @@ def record(
 
 def _workload(workload: Workload, answers: Answers) -> Workload:
     """Only a strategy that is calibrated names the calibration text."""
-    calibrates = answers.read.calibrates or answers.encode.calibrates
-    return workload if calibrates else workload.model_copy(update={"calibration_sha256": None})
+    return workload if answers.calibrates else workload.model_copy(update={"calibration_sha256": None})
 
 
 def _setting(plan: Plan, answers: Answers, sample: Sample) -> Setting:

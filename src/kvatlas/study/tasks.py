@@ -140,7 +140,7 @@ def _check_quality(job: Job, loaded: LoadedModel) -> None:
 def _try(lm: LM, written: str, some: list[list[int]]) -> None:
     """A prefill and two steps, on nearly nothing. Only what the user can change stops the study here."""
     strategy = parse(written)
-    trial = LM(lm.model, None, lean=False) if strategy.read.calibrates or strategy.encode.calibrates else lm
+    trial = LM(lm.model, None, lean=False) if strategy.calibrates else lm
     try:
         cache = trial.new_cache(strategy)
         logits = trial.prefill(cache, some, reserve=2)

@@ -92,11 +92,10 @@ def choose(rank: Tensor, count: Tensor, width: int) -> Tensor:
     return index
 
 
-def copy_rows(to: Tensor, source: Tensor, index: Tensor | None, alone: bool) -> None:
-    """to[b, h, i] = source[b, h, index[b, h, i]] (slot i itself without an index), on one thread when ``alone``.
+def copy_rows(to: Tensor, source: Tensor, index: Tensor | None) -> None:
+    """to[b, h, i] = source[b, h, index[b, h, i]] (slot i itself without an index).
 
-    to [B, H, n, ..], source [B, H, slots, ..] of one dtype, contiguous within a slot; index [B, H, n] int64. A copy
-    that runs beside compute should be alone: two teams of threads on the same cores wait at every barrier.
+    to [B, H, n, ..], source [B, H, slots, ..] of one dtype, contiguous within a slot; index [B, H, n] int64.
     """
     batch, heads, n = to.shape[:3]
     size, bytes_ = to.element_size(), to[0, 0, 0].nbytes
@@ -105,6 +104,6 @@ def copy_rows(to: Tensor, source: Tensor, index: Tensor | None, alone: bool) -> 
     index = None if index is None else index.contiguous()
     assert index is None or (index.dtype == torch.int64 and index.shape == (batch, heads, n))
     apart = strides(*(size * s for s in (*to.stride()[:3], *source.stride()[:3])))
-    number = 1 if alone else threads(to.nbytes)
+    number = threads(to.nbytes)
     at = None if index is None else index.data_ptr()
     call("kvatlas_copy_rows", to.data_ptr(), source.data_ptr(), at, batch, heads, n, bytes_, apart, number)

@@ -101,6 +101,13 @@ def threads(size: int) -> int:
     return 1 if size < ALONE else torch.get_num_threads()
 
 
+def weights_width(probs: bool, width: int | None, number: Tensor, index: Tensor | None = None) -> int | None:
+    """Columns of the weights: as asked, else those of the index, else the greatest length; None without weights."""
+    if not probs or width is not None:
+        return width if probs else None
+    return int(number.max()) if index is None else index.shape[2]
+
+
 def outputs(q: Tensor, width: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Room for out, lse and, with a width, weights."""
     batch, query_heads = q.shape[:2]
@@ -135,11 +142,7 @@ def decode_attend(
     if index is not None:
         assert index.dtype == torch.int64 and index.is_contiguous() and index.shape[:2] == sizes[:2]
         index_width = index.shape[2]
-    if not probs:
-        width = None
-    elif width is None:
-        width = int(number.max()) if index is None else index_width
-    out, lse, weights = outputs(q, width)
+    out, lse, weights = outputs(q, weights_width(probs, width, number, index))
     call(
         "kvatlas_decode",
         q.dtype == torch.bfloat16,
@@ -154,7 +157,7 @@ def decode_attend(
         number.data_ptr(),
         None if index is None else index.data_ptr(),
         index_width,
-        width or 0,
+        0 if weights is None else weights.shape[2],
         scale,
         threads(sizes[0] * sizes[1] * (index_width or k.shape[2]) * sizes[3] * 2 * k.element_size()),
     )
@@ -179,11 +182,7 @@ def decode_attend_paged(
     table = table.to(torch.int64).contiguous()
     lengths = (lengths[:, None].expand(sizes[:2]) if lengths.dim() == 1 else lengths).contiguous()
     assert lengths.dtype == torch.int64 and lengths.shape == sizes[:2] and table.shape[0] == sizes[0]
-    if not probs:
-        width = None
-    elif width is None:
-        width = int(lengths.max())
-    out, lse, weights = outputs(q, width)
+    out, lse, weights = outputs(q, weights_width(probs, width, lengths))
     call(
         "kvatlas_decode_paged",
         q.dtype == torch.bfloat16,
@@ -199,7 +198,7 @@ def decode_attend_paged(
         table.data_ptr(),
         table.shape[1],
         lengths.data_ptr(),
-        width or 0,
+        0 if weights is None else weights.shape[2],
         scale,
         threads(sizes[0] * sizes[1] * table.shape[1] * k_pool.shape[2] * sizes[3] * 2 * k_pool.element_size()),
     )

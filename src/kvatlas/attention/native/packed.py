@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvatlas.attention.native.ops import DTYPES, MAX_DIM, MAX_GROUP, call, outputs, strides, threads
+from kvatlas.attention.native.ops import DTYPES, MAX_DIM, MAX_GROUP, call, outputs, strides, threads, weights_width
 from kvatlas.attention.tiles import Packed
 
 
@@ -38,11 +38,7 @@ def decode_packed(
     if index is not None:
         index_width = index.shape[2]
         assert index.dtype == torch.int64 and index.is_contiguous() and index.shape[:2] == (batch, heads)
-    if not probs:
-        width = None
-    elif width is None:
-        width = int(number.max()) if index is None else index_width
-    out, lse, weights = outputs(q, width)
+    out, lse, weights = outputs(q, weights_width(probs, width, number, index))
     sides = (packed.k, packed.k_scale, packed.v, packed.v_scale)
     call(
         "kvatlas_decode_packed",
@@ -62,7 +58,7 @@ def decode_packed(
         number.data_ptr(),
         None if index is None else index.data_ptr(),
         index_width,
-        width or 0,
+        0 if weights is None else weights.shape[2],
         scale,
         threads(batch * heads * (index_width or n) * dim * 4),
     )

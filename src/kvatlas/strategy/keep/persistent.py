@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvatlas.attention.mass import pack_bits
 from kvatlas.attention.tiles import Wants
 from kvatlas.errors import UserError
-from kvatlas.strategy.keep.ranked import Ranked, protect
+from kvatlas.strategy.keep.ranked import Ranked, protect, run_places
 from kvatlas.strategy.registry import Preset, register
 from kvatlas.strategy.view import Column, Combine, LayerFacts, View, fold
 
@@ -75,7 +76,7 @@ class Persistent(Ranked):
             self._observe_run(view, ring, hits)
             return
         at = (view.now % self.history).view(-1, 1, 1)
-        seen = torch.as_tensor(view.lengths, dtype=torch.float32).unsqueeze(-1)
+        seen = view.lengths.float().unsqueeze(-1)
         hit = (fold(view.weights, view.layer.kv_heads, self.gqa) > 1.0 / seen).to(torch.uint8)
         byte = (at // 8).unsqueeze(-1).expand(*ring.shape[:3], 1)
         old, bit = ring.gather(-1, byte).squeeze(-1), (at % 8).to(torch.uint8)
@@ -86,10 +87,9 @@ class Persistent(Ranked):
     def _observe_run(self, view: View, ring: Tensor, hits: Tensor) -> None:
         """The bits of a run's queries (the latest ``history`` of them) take the places of those before them."""
         assert view.weights is not None
-        places = (view.now - torch.arange(min(view.run, self.history), device=ring.device)) % self.history
-        mask = torch.zeros(ring.shape[-1] * 8, dtype=torch.uint8, device=ring.device)
-        mask[places] = 1
-        taken = (mask.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=ring.device)).sum(-1, dtype=torch.uint8)
+        mask = torch.zeros(self.history, dtype=torch.bool, device=ring.device)
+        mask[run_places(view, self.history)] = True
+        taken = pack_bits(mask)
         ring.copy_((ring & ~taken) | view.weights)
         bits = (ring.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=ring.device)) & 1
         hits.copy_(bits.flatten(-2).sum(-1).to(hits.dtype))

@@ -60,3 +60,8 @@ def protect(rank: Tensor, view: View) -> Tensor:
         recent = pos > (view.now - view.plan["recent"]).view(-1, 1, 1)
         held = recent if held is None else held | recent
     return rank if held is None else rank.masked_fill(held, float("inf"))
+
+
+def run_places(view: View, history: int) -> Tensor:
+    """Where the queries of a run, the latest ``history`` of them, stand in a ring with place ``p % history`` for p."""
+    return (view.now - torch.arange(min(view.run, history), device=view.now.device)) % history

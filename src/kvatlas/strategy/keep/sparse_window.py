@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvatlas.attention.tiles import Wants
 from kvatlas.errors import UserError
-from kvatlas.strategy.keep.ranked import Ranked, protect
+from kvatlas.strategy.keep.ranked import Ranked, protect, run_places
 from kvatlas.strategy.place.phases import Phased
 from kvatlas.strategy.registry import Preset, register
 from kvatlas.strategy.view import Column, Combine, LayerFacts, View, fold
@@ -59,8 +59,7 @@ class SparseWindow(Ranked):
         late, weights = view.column("late"), fold(view.weights, view.layer.kv_heads, self.gqa)
         if view.newest is None:
             # What a run's last queries gave is known as a sum: it stands at the run's end and leaves in one piece.
-            places = (view.now - torch.arange(min(view.run, self.history), device=late.device)) % self.history
-            late[..., places] = 0
+            late[..., run_places(view, self.history)] = 0
             late[..., int(view.now[0]) % self.history] = weights.to(late.dtype)
             return
         at = (view.now % self.history).view(-1, 1, 1, 1).expand(*late.shape[:3], 1)

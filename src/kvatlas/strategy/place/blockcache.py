@@ -12,7 +12,7 @@ from torch import Tensor
 from kvatlas.attention.tiles import Tile
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Layout, Shared, Transfers
-from kvatlas.strategy.place.fetch import Arrive, after
+from kvatlas.strategy.place.fetch import Arrive, after, staged
 from kvatlas.strategy.place.host import Host, HostStore
 from kvatlas.strategy.place.link import Link, Wait
 from kvatlas.strategy.place.resident import Resident
@@ -123,7 +123,7 @@ class CachedStore(HostStore):
         self.link.misses += len(source)
         self.link.hits += int(count.sum()) - len(source)
         assert self.layout.limit is not None
-        buffers = self._staged("selection", n + head, self.layout.limit(self.capacity) + 1)
+        buffers = staged(self.link, self.layout, "selection", n + head, self.layout.limit(self.capacity) + 1)
 
         def copy() -> int:
             moved = 0

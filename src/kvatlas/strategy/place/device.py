@@ -11,7 +11,7 @@ from torch import Tensor
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.strategy.answers import Layout, Place, Shared
-from kvatlas.strategy.place.store import GROWTH, Bytes, Store, put_slots
+from kvatlas.strategy.place.store import GROWTH, Bytes, Store, put_slots, storage
 from kvatlas.strategy.registry import Preset, register
 from kvatlas.strategy.view import Column, Selection, Span
 
@@ -151,7 +151,7 @@ class SlotStore(Store):
             self.data[name] = column.index_select(0, rows.to(column.device))
 
     def bytes(self) -> Bytes:
-        return self._count(self.data, "device")
+        return self._count(storage(self.data), "device")
 
 
 def tiles_of(

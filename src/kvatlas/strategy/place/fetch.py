@@ -150,10 +150,6 @@ class FetchingStore(SlotStore):
         if cut:
             yield from tiles_of(self.layout, values, lengths, None, cut, positions)
 
-    def _staged(self, use: str, n: int, most: int) -> dict[str, Tensor]:
-        """The next buffers of a use for the payload of ``n`` slots, cut from ones of ``most`` slots."""
-        return staged(self.link, self.layout, use, n, most)
-
     # -------------------------------------------------------------------- the ring
 
     def _start(self, run: Run, ahead: bool) -> Fetched:

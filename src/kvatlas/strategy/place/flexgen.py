@@ -10,7 +10,7 @@ from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.encode.groups import Int4
 from kvatlas.strategy.place.disk import DiskLink, FileSegment, check_folder, file_bytes, goes_direct, staged_bytes
-from kvatlas.strategy.place.link import STAGES, Link
+from kvatlas.strategy.place.link import STAGES, Link, check_speed
 from kvatlas.strategy.place.store import Store
 from kvatlas.strategy.place.tiers import Segment, Tensors, TieredStore
 from kvatlas.strategy.registry import Preset, register
@@ -44,8 +44,7 @@ class Percentages(Place):
             raise UserError(f"flexgen: {told} must be percentages, 0 to 100")
         if abs(sum(shares) - 100) > 1e-6:
             raise UserError(f"flexgen: {told} add to {sum(shares):g}; the percentages must add to 100")
-        if self.link is not None and not self.link > 0:
-            raise UserError(f"link must be above 0 GB/s, not {self.link:g}")
+        check_speed(self.link)
         check_folder(self.dir)
 
     def words(self) -> str:

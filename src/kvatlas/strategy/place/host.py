@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kvatlas.attention.choose import move
 from kvatlas.attention.tiles import TILE
-from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Layout, Place, Shared
-from kvatlas.strategy.place.fetch import Arrive, FetchingStore, Run, after, cut
-from kvatlas.strategy.place.link import STAGES, Link
-from kvatlas.strategy.place.store import Bytes, Store
+from kvatlas.strategy.place.fetch import Arrive, FetchingStore, Run, after, cut, staged
+from kvatlas.strategy.place.link import STAGES, Link, check_speed
+from kvatlas.strategy.place.store import Bytes, Store, storage
 from kvatlas.strategy.registry import Preset, register
 from kvatlas.strategy.view import Selection
 
@@ -37,8 +36,7 @@ class Host(Place):
     link: float | None = None
 
     def __post_init__(self) -> None:
-        if self.link is not None and not self.link > 0:
-            raise UserError(f"link must be above 0 GB/s, not {self.link:g}")
+        check_speed(self.link)
 
     def words(self) -> str:
         speed = " (on a CPU: read in place)" if self.link is None else f", link emulated at {self.link:g} GB/s"
@@ -100,13 +98,13 @@ class HostStore(FetchingStore):
 
     def _fetch(self, run: Run, ahead: bool) -> Arrive:
         sources = {n: self.data[n][:, :, run.start : run.stop] for n in self._payload()}
-        buffers = self._staged("tile", run.stop - run.start, min(TILE, self.capacity))
+        buffers = staged(self.link, self.layout, "tile", run.stop - run.start, min(TILE, self.capacity))
         wait = self.link.start(lambda: sum(move(buffers[n], sources[n]) for n in sources), self.layout.device, ahead)
         return after(wait, buffers)
 
     def _bring(self, part: Selection, head: int, ahead: bool) -> Arrive:
         most = self.layout.limit(self.capacity) if self.layout.limit is not None else self.capacity
-        buffers = self._staged("selection", part.index.shape[2] + head, most + 1)
+        buffers = staged(self.link, self.layout, "selection", part.index.shape[2] + head, most + 1)
         sources = {name: self.data[name] for name in buffers}
 
         def copy() -> int:
@@ -119,7 +117,7 @@ class HostStore(FetchingStore):
         return {n: c.to(self.layout.device) for n, c in super().row_columns(row).items()}
 
     def bytes(self) -> Bytes:
-        return self._count(self.data, "host")
+        return self._count(storage(self.data), "host")
 
 
 register(Preset("host", {"place": Host}, "every key and value in host memory, fetched by tiles"))

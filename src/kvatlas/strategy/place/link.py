@@ -12,6 +12,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch import Tensor
 
+from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Shared, Transfers
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ STAGES = 2
 """Buffers in flight: the one that a layer reads and the one that is being filled."""
 
 Wait = Callable[[], None]
+
+
+def check_speed(link: float | None) -> None:
+    """Raise UserError for an emulated link that moves nothing (None: no link is emulated)."""
+    if link is not None and not link > 0:
+        raise UserError(f"link must be above 0 GB/s, not {link:g}")
 
 
 class Link(Shared):

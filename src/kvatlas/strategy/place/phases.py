@@ -13,7 +13,7 @@ from kvatlas.attention.tiles import TILE
 from kvatlas.errors import UserError
 from kvatlas.strategy.answers import Layout, Place, Shared
 from kvatlas.strategy.place.fetch import Arrive
-from kvatlas.strategy.place.link import STAGES, Link
+from kvatlas.strategy.place.link import STAGES, Link, check_speed
 from kvatlas.strategy.place.store import GROWTH, Bytes, Store
 from kvatlas.strategy.place.tiers import Segment, Tensors, TieredStore, Values
 
@@ -42,8 +42,7 @@ class Phased(Place):
         for name, limit in (("device", self.device), ("host", self.host)):
             if limit < 0 or (limit > 1 and limit != int(limit)):
                 raise UserError(f"alisa: {name} must be a fraction up to 1 or whole tokens, not {limit:g}")
-        if self.link is not None and not self.link > 0:
-            raise UserError(f"link must be above 0 GB/s, not {self.link:g}")
+        check_speed(self.link)
 
     def words(self) -> str:
         return f"device up to {_told(self.device)}, host up to {_told(self.host)}, older ones computed again"

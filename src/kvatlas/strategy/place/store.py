@@ -192,13 +192,13 @@ class Store(ABC):
         self.filled = int(self.lengths.max())
         self.ragged = bool((self.lengths != self.filled).any())
 
-    def _count(self, columns: Mapping[str, Tensor], tier: str) -> Bytes:
-        """Payload that holds tokens, payload storage that does not, metadata."""
+    def _count(self, sizes: Mapping[str, int], tier: str) -> Bytes:
+        """Payload that holds tokens, payload storage that does not, metadata; ``sizes`` are the columns' bytes."""
         held, total = Bytes(), int(self.lengths.sum()) if not self.holes else self._tokens()
         for spec in self.layout.columns:
-            if spec.name not in columns:
+            if spec.name not in sizes:
                 continue
-            size = columns[spec.name].untyped_storage().nbytes()
+            size = sizes[spec.name]
             if spec.kind == "metadata":
                 held.device_metadata += size
             else:
@@ -209,6 +209,11 @@ class Store(ABC):
 
     def _tokens(self) -> int:
         return int(torch.where(self.next < self.lengths, self.lengths - 1, self.lengths).sum())
+
+
+def storage(columns: Mapping[str, Tensor]) -> dict[str, int]:
+    """Bytes of each column's storage."""
+    return {name: column.untyped_storage().nbytes() for name, column in columns.items()}
 
 
 def payload(columns: Sequence[Column]) -> tuple[Column, ...]:

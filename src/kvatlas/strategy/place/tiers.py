@@ -16,7 +16,7 @@ from kvatlas.attention.tiles import TILE
 from kvatlas.strategy.answers import Layout
 from kvatlas.strategy.place.fetch import Arrive, FetchingStore, Run, after, cut, staged
 from kvatlas.strategy.place.link import Link
-from kvatlas.strategy.place.store import Bytes, payload, put_slots
+from kvatlas.strategy.place.store import Bytes, payload, put_slots, storage
 from kvatlas.strategy.view import Column, Selection
 
 Values = dict[str, Tensor]
@@ -332,7 +332,7 @@ class TieredStore(FetchingStore):
     # ----------------------------------------------------------------------- bytes
 
     def bytes(self) -> Bytes:
-        held = self._count(self.data, "device")
+        held = self._count(storage(self.data), "device")
         hole = torch.where(self.next < self.lengths, self.next, -1)
         for at, segment in self._placed():
             lengths = (self.lengths - at).clamp(0, segment.slots)

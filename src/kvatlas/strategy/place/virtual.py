@@ -110,17 +110,9 @@ class VirtualStore(SlotStore):
 
     def bytes(self) -> Bytes:
         """Committed pages."""
-        filled, tokens = self._note(), int(self.lengths.sum()) if not self.holes else self._tokens()
-        counts = self.lengths.nbytes + (self.next.nbytes if self.next is not self.lengths else 0)
-        held = Bytes(device_metadata=counts)
-        for spec in self.layout.columns:
-            size = int((-(-filled * spec.slot_bytes() // PAGE)).sum()) * PAGE
-            if spec.kind == "metadata":
-                held += Bytes(device_metadata=size)
-            else:
-                used = tokens * spec.slot_bytes()
-                held += Bytes(device_payload=used, device_padding=size - used)
-        return held
+        filled = self._note()
+        sizes = {c.name: int((-(-filled * c.slot_bytes() // PAGE)).sum()) * PAGE for c in self.layout.columns}
+        return self._count(sizes, "device")
 
 
 def _reserved(column: Column, rows: int, heads: int, slots: int) -> Tensor:

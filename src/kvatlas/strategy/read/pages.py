@@ -6,13 +6,40 @@ least and the largest value of its keys in each dimension, ``low, high [B, H, pa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvatlas.attention.choose import best_slots, native_serves
-from kvatlas.strategy.view import Selection
+from kvatlas.strategy.answers import Read
+from kvatlas.strategy.view import Combine, LayerFacts, Selection, View
+
+
+@dataclass(frozen=True)
+class PageBounds(Read):
+    """Common to rules that read pages by the bounds of their keys: ``low`` and ``high`` are a sequence's state.
+
+    ``page`` slots make a page; ``gqa`` says how the scores of a group's query heads become one.
+    """
+
+    page: int = 16
+    gqa: Combine = "mean"
+
+    def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
+        made = fresh_bounds(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype, facts.device)
+        return dict(zip(("low", "high"), made))
+
+    def state_bytes(self, facts: LayerFacts, slots: int) -> int:
+        return bounds_bytes(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype.itemsize)
+
+    def settle(self, view: View) -> None:
+        if view.keys is None or view.width == 0:
+            return
+        low, high = bounds_of(view.keys(), self.page, view.width)
+        view.state["low"][:, :, : low.shape[2]] = low
+        view.state["high"][:, :, : high.shape[2]] = high
 
 
 def pages_for(slots: int, page: int) -> int:

@@ -10,18 +10,17 @@ from torch import Tensor
 
 from kvatlas.attention.bounds import bound_scores
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Read
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.read import pages
 from kvatlas.strategy.registry import Preset, register
-from kvatlas.strategy.view import Combine, LayerFacts, Selection, View
+from kvatlas.strategy.view import LayerFacts, Selection, View
 
 LEAST = 3
 """Pages that are read whatever the budget."""
 
 
 @dataclass(frozen=True)
-class Quest(Read):
+class Quest(pages.PageBounds):
     """The best ``max(3, budget / page)`` pages of ``page`` slots; layers 0 and 1, and every prompt, read all.
 
     A page's score is ``sum_d max(q_d * low_d, q_d * high_d)`` with the bounds of its keys, per query head, combined
@@ -35,8 +34,6 @@ class Quest(Read):
     source: ClassVar[str] = "Quest, ICML 2024, section 3.3"
     selects: ClassVar[bool] = True
     first_layer: ClassVar[int] = 2
-    page: int = 16
-    gqa: Combine = "mean"
     newest: bool = True
 
     def __post_init__(self) -> None:
@@ -54,22 +51,14 @@ class Quest(Read):
         return length if budget is None else min(length, self.page * max(LEAST, budget // self.page))
 
     def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
-        if self.lossless():
-            return {}
-        made = pages.fresh_bounds(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype, facts.device)
-        return dict(zip(("low", "high"), made))
+        return {} if self.lossless() else super().begin(facts, slots)
 
     def state_bytes(self, facts: LayerFacts, slots: int) -> int:
-        if self.lossless():
-            return 0
-        return pages.bounds_bytes(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype.itemsize)
+        return 0 if self.lossless() else super().state_bytes(facts, slots)
 
     def settle(self, view: View) -> None:
-        if self.lossless() or view.keys is None:
-            return
-        low, high = pages.bounds_of(view.keys(), self.page, view.width)
-        view.state["low"][:, :, : low.shape[2]] = low
-        view.state["high"][:, :, : high.shape[2]] = high
+        if not self.lossless():
+            super().settle(view)
 
     def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
         if self.lossless():

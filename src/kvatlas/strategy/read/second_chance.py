@@ -9,16 +9,15 @@ from torch import Tensor
 
 from kvatlas.attention.bounds import bound_scores
 from kvatlas.errors import UserError
-from kvatlas.strategy.answers import Read
 from kvatlas.strategy.keep.heavy import HeavyHitters
 from kvatlas.strategy.place.archive import Archived
 from kvatlas.strategy.read import pages as paging
 from kvatlas.strategy.registry import Preset, register
-from kvatlas.strategy.view import Combine, LayerFacts, Selection, View
+from kvatlas.strategy.view import Selection, View
 
 
 @dataclass(frozen=True)
-class SecondChance(Read):
+class SecondChance(paging.PageBounds):
     """All that is kept, and the ``pages`` best pages of ``page`` tokens of what was evicted.
 
     Pages are scored by the bounds of their keys, as Quest does; the bounds stay on the device, the tokens come from
@@ -27,9 +26,7 @@ class SecondChance(Read):
 
     source: ClassVar[str] = "ours; page bounds from Quest, ICML 2024"
     selects: ClassVar[bool] = True
-    page: int = 16
     pages: int = 8
-    gqa: Combine = "mean"
 
     def __post_init__(self) -> None:
         for name in ("page", "pages"):
@@ -41,20 +38,6 @@ class SecondChance(Read):
 
     def limit(self, length: int) -> int:
         return min(length, self.page * self.pages)
-
-    def begin(self, facts: LayerFacts, slots: int) -> dict[str, Tensor]:
-        made = paging.fresh_bounds(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype, facts.device)
-        return dict(zip(("low", "high"), made))
-
-    def state_bytes(self, facts: LayerFacts, slots: int) -> int:
-        return paging.bounds_bytes(facts.kv_heads, slots, self.page, facts.head_dim, facts.dtype.itemsize)
-
-    def settle(self, view: View) -> None:
-        if view.keys is None or view.width == 0:
-            return
-        low, high = paging.bounds_of(view.keys(), self.page, view.width)
-        view.state["low"][:, :, : low.shape[2]] = low
-        view.state["high"][:, :, : high.shape[2]] = high
 
     def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
         low, high = view.state["low"], view.state["high"]
