@@ -178,7 +178,7 @@ def cautions(cell: Cell) -> list[str]:
     if any(record.memory and record.memory.tiers_logical for record in ok):
         said.append(
             "Tiers are logical here: on a CPU, device and host are the same memory. Bytes are counted by where the "
-            "strategy places them, and a transfer is a copy inside that memory."
+            "strategy places them, and transfers are what an accelerator would have to fetch."
         )
     if any(record.setting.link_gb_per_s for record in ok):
         said.append("The link between tiers is emulated: a transfer takes as long as at the stated speed.")
