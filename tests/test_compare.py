@@ -127,8 +127,9 @@ def test_an_end_in_the_middle_keeps_what_is_finished(
 ):
     line = options(model, text, tmp_path, "--strategies", "full,h2o:0.5", "--repeats", "3", "--no-quality")
     run = subprocess.Popen(
-        command(*line), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+        command(*line), stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
+    )  # fmt: skip
     assert run.stderr is not None
     said = [next(run.stderr)]
     while "[1/6]" not in said[-1]:
