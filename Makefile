@@ -34,7 +34,7 @@ format: $(VENV)/.dev  ## Put the code into its format
 	$(BIN)/ruff check --fix -q .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.model  ## Run every benchmark (ARGS="--device cuda ...")
+bench: $(VENV)/.dev $(VENV)/.model  ## Run every benchmark (ARGS="--device cuda ...")
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
 
 clean:  ## Remove the environment and what tools left behind

@@ -112,7 +112,11 @@ def closed_form(spec: str, arch: str, dtype: torch.dtype, lengths: Sequence[int]
         if getattr(strategy.place, "archives", False) and "capacity" in plans[0]:
             chosen = max(max(0, n - p["capacity"]) for p, n in zip(plans, lengths)) + reserve
             as_codes = {"raw": payload, "int8": 2 * (dim + 4), "int4": 2 * (dim // 2 + 4)}[strategy.place.archive_as]
-            total += rows * heads * chosen * as_codes + 2 * counts
+            if strategy.place.share:  # of each sequence's own number of slots, two int32 each, and a map of int32
+                gone = sum(max(0, n - p["capacity"]) for p, n in zip(plans, lengths)) + rows * reserve
+                total += heads * gone * (as_codes + 8) + 4 * rows * heads * chosen + 2 * counts
+            else:
+                total += rows * heads * chosen * as_codes + 2 * counts
         total += rows * state_bytes(spec, arch, layer, chosen, dtype)
     return total
 

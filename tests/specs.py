@@ -94,6 +94,7 @@ TOGETHER = (
     "h2o:0.5+quest:0.5,page=4",
     "recall:0.3,page=4,pages=2",
     "recall:0.3,page=4,pages=2,archive_as=int8",
+    "recall:0.3,page=4,pages=2,share=true",
     "snapkv:0.3+recall:page=4,pages=2+int4",
     "scissorhands:0.3+kvquant",
     "oracle:0.2+kvquant+host",

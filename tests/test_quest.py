@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from specs import lm_of, prompts, tokens
 from torch import Tensor
 
+from kvatlas.attention import native
 from kvatlas.attention.bounds import bound_scores
 from kvatlas.engine.replay import replay
 from kvatlas.errors import UserError
@@ -61,10 +63,7 @@ def test_bounds_follow_what_is_appended(page: int, last: bool) -> None:
     for step in range(more):
         slot = torch.tensor(start).unsqueeze(1).expand(batch, HEADS) + step
         key = torch.stack([keys[row, :, n + step] for row, n in enumerate(start)])
-        if last:
-            pages.note_last(low, high, key, start[0] + step, page)
-        else:
-            pages.note_key(low, high, key, slot, slot + 1, page)
+        pages.note_key(low, high, key, slot, slot + 1, page)
     for row, n in enumerate(start):
         want = plain_bounds(keys[row, :, : n + more], page)
         held = want[0].shape[1]
@@ -117,9 +116,35 @@ def test_pages_become_slots(width: int) -> None:
             assert made.index[row, head, : made.count[row, head]].tolist() == want
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_best_pages_are_ascending(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native:
+@pytest.mark.parametrize("gqa", ["mean", "max", "sum"])
+@pytest.mark.parametrize("newest", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_chooses_what_the_parts_choose(
+    gqa: str, newest: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds, scores, choice and slots: the native kernel and PyTorch, ragged rows, rows that had no new key."""
+    if not native.available():
+        pytest.skip("no compiler here")
+    rule = Quest(budget=0.3, page=4, gqa=gqa, newest=newest)  # type: ignore[arg-type]
+    made = []
+    for serves in (True, False):
+        view, _ = view_of(rule, random(3, HEADS, 1100, DIM).to(dtype), (1100, 1097, 9))
+        slot = view.lengths - 1
+        slot[0, 0], slot[1, 1] = -1, 17  # nowhere; into a hole
+        view = replace(view, newest=slot, key=random(3, HEADS, DIM, seed=3).to(dtype) * 3)
+        monkeypatch.setattr(pages.fast, "serves", lambda q, k, it=serves: it)
+        q, count = random(3, HEADS * GROUP, DIM, seed=2).to(dtype), torch.tensor([[80, 70], [60, 80], [9, 2]])
+        found = pages.read_best(view, q, rule, count.minimum((view.lengths + 3) // 4), 80, newest)
+        past = torch.arange(found.index.shape[-1]) >= found.count.unsqueeze(-1)
+        made.append((found.index.masked_fill(past, -1), found.count, view.state["low"], view.state["high"]))
+        assert found.scanned == 2 * made[-1][2][:, :, :275].nbytes
+    for one, other in zip(*made):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_best_pages_are_ascending(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
         monkeypatch.setattr(pages, "native_serves", lambda x: False)
         monkeypatch.setattr(pages, "best_slots", lambda rank, count, width: rank.topk(width, -1).indices)
     rank, count = random(2, HEADS, 30), torch.tensor([[5, 5], [2, 2]])

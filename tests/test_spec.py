@@ -95,7 +95,7 @@ ONLY = {
     ("dir", "flexgen"): ["."],
     ("context", "squeezed"): ["context.txt"],
 }
-TIED = ("h2o", "snapkv", "scissorhands", "flexgen", "infllm", "squeezed", "pqcache", "blockcache", "alisa")
+TIED = ("h2o", "recall", "snapkv", "scissorhands", "flexgen", "infllm", "squeezed", "pqcache", "blockcache", "alisa")
 """Presets whose parameters bind each other, so that some combinations are errors."""
 
 

@@ -165,6 +165,89 @@ def inspect(
 
 
 @app.command()
+def quality(
+    model: Model = "smollm2",
+    strategies: Annotated[
+        str, typer.Option("--strategies", "-s", help="Names or specs separated by commas; full is always among them.")
+    ] = "h2o,recall,infinigen,quest",
+    budgets: Annotated[
+        str, typer.Option(help="Fractions of the context (1.0 is all of it) or whole numbers of tokens.")
+    ] = "1.0,0.5,0.3,0.2,0.1",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="retention, reasoning (six tasks), retrieval (four), fidelity; or single tasks: hellaswag, piqa, "
+            "boolq, openbookqa, winogrande, arc_easy, arc_challenge, copa, rte, needle, keyvalue, lines, topics."
+        ),
+    ] = "retention,reasoning,retrieval,fidelity",
+    limit: Annotated[int | None, typer.Option(help="Samples of each task; sized for each task if not given.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder for cells and quality.html; runs/MODEL-quality if not given.")
+    ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder with the reasoning tasks' files; the hub if not given.")
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="Reasoning: answered examples before each question.")] = 5,
+    tokens: Annotated[
+        str | None, typer.Option(help='Retention and retrieval: context lengths, such as "256-4000" or "512,2000".')
+    ] = None,
+    distance: Annotated[str | None, typer.Option(help="Retention: turns between fact and question.")] = None,
+    question: Annotated[
+        str | None, typer.Option(help="Retention and retrieval: after the compression, or before it.")
+    ] = None,
+    turns: Annotated[str | None, typer.Option(help="Retention: one-prefill, or live.")] = None,
+    format: Annotated[str | None, typer.Option(help="Retention: plain, or chat (the model's template).")] = None,
+    answer: Annotated[str | None, typer.Option(help="Retention: primed with its first words, or free.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="Retention: one fact, two, updated, assistant (told by it), or all.")
+    ] = None,
+    fillers: Annotated[str | None, typer.Option(help="Retention: own, mtbench101 or sgd (with --data-dir).")] = None,
+    context: Annotated[int | None, typer.Option(help="Fidelity: tokens of a window before what is read.")] = None,
+    read: Annotated[int | None, typer.Option(help="Fidelity: tokens that are read one by one.")] = None,
+    text: Annotated[str | None, typer.Option(help="Fidelity: UTF-8 text; Python's manual if not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of samples and examples.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: float32.")] = "auto",
+    device: Device = "cpu",
+    load_format: LoadFormat = "auto",
+    threads: Threads = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which the battery is ended.")] = 14400.0,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed in an earlier run.")] = False,
+    json: Annotated[str | None, typer.Option(help="Also write all cells into this JSON file.")] = None,
+) -> None:
+    """What strategies lose at every budget: told facts, reasoning, retrieval, fidelity. What DIR has is not redone."""
+    from kvatlas.cli.quality import run_quality
+
+    raise typer.Exit(
+        run_quality(
+            json, model=model, strategies=strategies, budgets=budgets, tasks=tasks, limit=limit, out=out,
+            threads=threads, dtype=dtype, seed=seed, device=device, load_format=load_format, timeout=timeout,
+            retry=retry,
+            options={
+                "data_dir": data_dir, "shots": shots, "tokens": tokens, "distance": distance, "question": question,
+                "turns": turns, "format": format, "answer": answer, "variant": variant, "fillers": fillers,
+                "context": context, "read": read, "text": text,
+            },
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def match(
+    folder: Annotated[str, typer.Argument(help="A folder with cells of `kvatlas quality`.", metavar="DIR")],
+    metric: Annotated[str, typer.Option(help="A task (retention), a task's metric (retention.rank), or all.")] = "all",
+    within: Annotated[float, typer.Option(help="Points (of a share), or the metric's own unit.")] = 5.0,
+    by: Annotated[str, typer.Option(help="Bytes by which they are matched: device, total or read (by a step).")] = (
+        "device"
+    ),
+    json: Json = False,
+) -> None:
+    """For each strategy the smallest bytes at which it stays near full, interpolated between measured points only."""
+    from kvatlas.cli.quality import run_match
+
+    run_match(folder, metric, within, by, json)
+
+
+@app.command()
 def strategies(
     names: Annotated[list[str] | None, typer.Argument(help="Only these presets or specs.", metavar="[NAME]...")] = None,
     json: Json = False,

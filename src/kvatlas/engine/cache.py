@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -56,6 +58,7 @@ class KVCache:
         port: what a strategy may ask of the model.
         constants: per layer, what ``read.calibrate`` found.
         clock: where a step's time goes.
+        alive: what caches of this model hold together, by strategy (weak). None: this cache and its copies alone.
 
     Layers with a sliding window of their own keep that window, whatever the strategy.
     """
@@ -67,11 +70,15 @@ class KVCache:
         port: Port,
         constants: Sequence[Mapping[str, Tensor]] | None = None,
         clock: Clock | None = None,
+        alive: MutableMapping[Strategy, Any] | None = None,
     ) -> None:
         if strategy.calibrates and constants is None:
             raise UserError(f"'{strategy.name}' must be calibrated on the model first (kvatlas.load does that)")
         self.strategy, self.shape, self.clock = strategy, shape, clock or Clock(False)
         self.shared = strategy.place.shared(shape.layers)
+        self.alive = WeakValueDictionary[Strategy, Any]() if alive is None else alive
+        if self.shared is not None:
+            self.shared.join(self.alive, strategy)
         self._keeps = self._layer_keeps()
         self.layers = [self._layer(i, port, constants) for i in range(shape.layers)]
         self.started = False
@@ -117,7 +124,8 @@ class KVCache:
         self.started = True
 
     def match_prefix(self, row: int, ids: list[int]) -> int:
-        """How many of the prompt's first tokens need not be computed, being stored already."""
+        """A sequence's first prompt is about to come: how many of its first tokens need not be computed."""
+        self.announce(row, ids)
         keep, read, encode = self.strategy.keep, self.strategy.read, self.strategy.encode
         # an encoder's state would lack the tokens that are reused
         simple = not (keep.evicts or read.whole_prompt or encode.begin(self.layers[-1].facts))
@@ -130,10 +138,17 @@ class KVCache:
             layer.seen[row] = reused
         return reused
 
+    def announce(self, row: int, ids: Sequence[int]) -> None:
+        """A sequence's first prompt is about to come; what is stored of it may be known by its text."""
+        if self.shared is not None and self.strategy.prefills_exactly:
+            self.shared.announce(row, ids)
+
     def finish_prefill(self, row: int, ids: list[int] | None = None) -> None:
         """All layers have had a sequence's whole prompt."""
-        if self.shared is not None and ids is not None:
-            self.shared.register(row, ids)
+        if self.shared is not None:
+            self.shared.announce(row, ())
+            if ids is not None:
+                self.shared.register(row, ids)
         acting = [layer for layer in self.layers if layer.read.selects]
         states = [{name: tensor[row] for name, tensor in layer.state.items()} for layer in acting]
         found = self.strategy.read.finish_prefill(states) if acting else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Intake:
     """Prompts and later turns of a layer's sequences, whole or in chunks."""
 
     def __init__(self, layer: LayerCache) -> None:
-        self.layer = layer
+        self.layer: LayerCache = proxy(layer)  # a cache's memory goes with its last user, not with the next collection
         self.scratch: dict[int, Store] = {}
         self._statistics: dict[int, Tensor] = {}
         self._began: dict[int, int] = {}  # where a prompt or turn that is not yet all here began
@@ -172,7 +173,8 @@ class Intake:
         if survivors is not None:
             if layer.archive is not None:
                 gone = _others(survivors[0], total)
-                layer.archive.extend(row, layer.archived({n: _gather(c, gone) for n, c in everything.items()}))
+                evicted = {n: _gather(c, gone) for n, c in everything.items()}
+                layer.archive.evicted(row, layer.archived(evicted), evicted.get("pos", gone))
             everything = {name: _gather(column, survivors[0]) for name, column in everything.items()}
         layer.store.load(row, everything)
 

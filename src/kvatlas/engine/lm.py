@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class LM:
         self.shape = shape_of(model)
         self._constants: dict[Any, Any] = {}
         self._texts: dict[str, list[int]] = {}
+        self.alive = WeakValueDictionary[Strategy, Any]()  # what its caches hold together, while one of them does
 
     def constants(self, strategy: Strategy) -> Any:
         """What the strategy's reader and encoder need once a model, a mapping for each layer; found at the first call.
@@ -74,7 +76,7 @@ class LM:
     def new_cache(self, strategy: str | Strategy, clock: Clock | None = None) -> KVCache:
         """An empty cache under a strategy."""
         chosen = parse(strategy)
-        return KVCache(chosen, self.shape, self.port, self.constants(chosen), clock)
+        return KVCache(chosen, self.shape, self.port, self.constants(chosen), clock, self.alive)
 
     @torch.no_grad()
     def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], reserve: int) -> Tensor:

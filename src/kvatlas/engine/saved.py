@@ -78,7 +78,8 @@ def load(file: TensorFile, lm: LM, reserve: int | None = None) -> KVCache:
         raise UserError(f"{file.path} is a file of kvatlas, and holds no cache")
     check_identity(about["model"], identity_of(lm.port.decoder, lm.facts), str(file.path))
     constants = [_group(file, f"{i}.constants.", lm.shape.device) for i in range(lm.shape.layers)]
-    cache = KVCache(parse(about["strategy"]), lm.shape, lm.port, constants if any(constants) else None)
+    found = constants if any(constants) else None
+    cache = KVCache(parse(about["strategy"]), lm.shape, lm.port, found, alive=lm.alive)
     _restore(cache, about, file, reserve)
     return cache
 
@@ -94,11 +95,11 @@ def load_cache(path: str | Path, lm: LM, reserve: int | None = None) -> tuple[KV
 def copy(cache: KVCache) -> KVCache:
     """A cache of its own with the same sequences in the same state: neither ever sees what the other does.
 
-    Blocks of a pool are shared until one of the two writes to them; all else is copied.
+    What lies in a pool is shared until one of the two writes to it; all else is copied.
     """
     _check_whole(cache)
     constants = [layer.constants for layer in cache.layers]
-    made = KVCache(cache.strategy, cache.shape, cache.layers[0].port, constants, cache.clock)
+    made = KVCache(cache.strategy, cache.shape, cache.layers[0].port, constants, cache.clock, cache.alive)
     _restore(made, _told(cache), _Live(cache), None, of=cache)
     return made
 
@@ -223,7 +224,7 @@ def _restore(
             for row in range(len(seen)):
                 layer.store.put_inputs(row, 0, source.get(f"{i}.inputs.{row}").to(layer.facts.device))
         for label, store in _stores(layer).items():
-            if i not in forked:
+            if i not in forked and not (of is not None and store.adopt(_stores(of.layers[i])[label])):
                 replaces = label == "kept" and layer.keep.evicts and "capacity" in layer.plan
                 _fill(store, one["stores"][label], f"{i}.{label}", source, store.load if replaces else store.extend)
             if hole := source.names(f"{i}.hole.{label}"):

@@ -55,7 +55,10 @@ class Session:
         return self.cache.strategy.name
 
     def bytes(self) -> Bytes:
-        """Bytes that its cache holds. Forks on the same blocks count all of them, each."""
+        """Bytes that its cache holds.
+
+        Forks on the same blocks count all of them, each; what lies in a shared archive counts for the oldest holder.
+        """
         return self.cache.bytes()
 
     # ------------------------------------------------------------------------ turns
@@ -172,7 +175,7 @@ class Session:
         """A session of its own that goes on from here; neither ever sees what the other does.
 
         Its cache is a copy, on the same place. Where that holds blocks of a pool (paged), no block is copied before one
-        of the two writes to it.
+        of the two writes to it; nor is what a shared archive holds.
         """
         self._check_whole()
         if not self.cache.started:

@@ -121,8 +121,9 @@ class LayerSlots:
         columns = encode.columns(self.facts.head_dim, self.facts.dtype)
         if encode.positions or self.clock.diagnose:
             columns = (*columns, POS)
-        slots = max(max(0, n - p["capacity"]) for p, n in zip(plans, prompts)) + max(reserve, 1)
-        return self.layout(len(prompts), slots, encode, columns)
+        gone = tuple(max(0, n - p["capacity"]) for p, n in zip(plans, prompts))
+        layout = self.layout(len(prompts), max(gone) + max(reserve, 1), encode, columns)
+        return replace(layout, expected=gone)
 
     def _bounded(self, plan: Mapping[str, object]) -> bool:
         """No sequence will ever hold more than its capacity."""
@@ -148,6 +149,7 @@ class LayerSlots:
             facts.device,
             self.read.limit if self.read.selects else None,
             hidden=facts.hidden if self.place.wants_inputs else 0,
+            layer=facts.layer,
         )
 
     # ------------------------------------------------------------------ state

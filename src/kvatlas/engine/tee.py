@@ -55,6 +55,8 @@ class Tee:
 
     def match_prefix(self, row: int, ids: list[int]) -> int:
         """Nothing: the other caches need every token of the prompt."""
+        for cache in self.caches:
+            cache.announce(row, ids)
         return 0
 
     def finish_prefill(self, row: int, ids: list[int] | None = None) -> None:
@@ -112,13 +114,8 @@ class Tee:
 
 
 def prefills_exactly(strategy: Strategy) -> bool:
-    """Whether a prompt's attention under this strategy is over all raw keys before a query, whatever is stored of them.
-
-    Not so when chunks are blind to each other, or when a chunk meets what an earlier one left: evicted, or encoded and
-    decoded.
-    """
-    mode = strategy.prefill
-    return mode.chunk == 0 or (mode.kind == "chunked" and not mode.evict_chunks and strategy.encode.raw)
+    """``Strategy.prefills_exactly``."""
+    return strategy.prefills_exactly
 
 
 @torch.no_grad()

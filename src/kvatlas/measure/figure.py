@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Interval = Literal["min-max", "95% Wilson", "mean ± standard error", "95% interval"]
+Interval = Literal["min-max", "95% Wilson", "mean ± standard error", "95% interval", "95% bootstrap", "95% Newcombe"]
 
 
 class Part(BaseModel):

@@ -46,7 +46,7 @@
       taken.push({ x1: x(row.x_low), x2: x(row.x_high), y1: row.py - 1, y2: row.py + 1, weight: 8 });
     }
     const outside = (b) => Math.max(0, -b.x1) + Math.max(0, b.x2 - right - 4) + Math.max(0, -4 - b.y1) + Math.max(0, b.y2 - bottom);
-    for (const row of [...at].sort((a, b) => b.px - a.px)) {
+    for (const row of at.filter((one) => one.name).sort((a, b) => b.px - a.px)) {
       let best = null;
       places.forEach((place, order) => {
         const b = box(row, place);
@@ -82,7 +82,7 @@
     spec.data.values = coloured(spec.data.values);
     await embed(panel, structuredClone(spec));
     panel.width = panel.chart.clientWidth;
-    if (!data.x.length) return;
+    if (!data.x.length || !spec.data.values.some((row) => row.name)) return;
     spec.data.values = arrange(panel.view, spec.data.values);
     await embed(panel, spec);
   };

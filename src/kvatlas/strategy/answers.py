@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -253,6 +253,18 @@ class Encode(Answer):
 class Shared:
     """What the layers of one cache have in common, as far as their place needs it."""
 
+    def join(self, alive: MutableMapping[Any, Any], key: object) -> None:
+        """Take part in what other caches of the same model and strategy hold, before there is any store.
+
+        ``alive`` keeps what is put there under ``key`` for as long as someone uses it.
+        """
+
+    def announce(self, row: int, ids: Sequence[int]) -> None:
+        """A sequence's first prompt is about to come, and its keys and values follow from these ids alone.
+
+        Without ids: it has come. A place may find by its text what it holds already, and store it once.
+        """
+
     def match_prefix(self, row: int, ids: list[int]) -> int:
         """How many tokens at the start of a sequence's prompt are stored already (and now belong to it too)."""
         return 0
@@ -323,7 +335,8 @@ class Layout:
 
     ``capacity`` is its slots per sequence at the start; ``limit`` gives the most tokens that a selection may fetch of
     so many (None: nothing selects); ``hidden`` is the width of the attention inputs that it keeps (0: none), and
-    ``tokens`` of how many positions.
+    ``tokens`` of how many positions. ``layer`` is the layer's number; ``expected`` are the tokens that each sequence's
+    prompt will leave in an archive.
     """
 
     columns: tuple[Column, ...]
@@ -337,6 +350,8 @@ class Layout:
     limit: Callable[[int], int] | None = None
     hidden: int = 0
     tokens: int = 0
+    layer: int = 0
+    expected: tuple[int, ...] = ()
 
     def slot_bytes(self, kind: str | None = None) -> int:
         """Bytes of one slot of one KV head: of all columns, or of those of a kind."""

@@ -66,6 +66,16 @@ class Strategy:
         return all(a.lossless() for a in answers) and self.prefill.kind != "chunked-isolated"
 
     @property
+    def prefills_exactly(self) -> bool:
+        """A prompt's attention is over all raw keys before a query, whatever is stored of them.
+
+        Not so when chunks are blind to each other, or when a chunk meets what an earlier one left: evicted, or encoded
+        and decoded.
+        """
+        mode = self.prefill
+        return mode.chunk == 0 or (mode.kind == "chunked" and not mode.evict_chunks and self.encode.raw)
+
+    @property
     def calibrates(self) -> bool:
         """Something of the model has to be known first."""
         return self.read.calibrates or self.encode.calibrates

@@ -96,19 +96,19 @@ def make_plan(*, model: str, strategies: str, out: str | None, threads: int | No
         UserError: an unknown strategy, a number out of range, a text or folder that cannot be used.
     """
     _check_numbers(options, threads)
-    _one_of("--dtype", dtype, DTYPES)
-    _one_of("--load-format", options.get("load_format", "auto"), LOAD_FORMATS)
+    one_of("--dtype", dtype, DTYPES)
+    one_of("--load-format", options.get("load_format", "auto"), LOAD_FORMATS)
     chosen = _strategies(strategies)
     given = text(options.get("text_file"))
     device = options.get("device", "cpu")
-    _check_device(device)
+    check_device(device)
     return Plan(
         model=model,
         strategies=chosen,
         out=out_folder(out, model, options),
         dtype=speed_dtype(dtype, device),
         quality_dtype="float32" if dtype == "auto" else dtype,
-        threads=threads or _default_threads(),
+        threads=threads or default_threads(),
         weights=_weights(model, options.get("load_format", "auto")),
         text_sha256=given.sha256,
         **options,
@@ -142,14 +142,8 @@ def out_folder(out: str | None, model: str, options: dict[str, Any]) -> Path:
 
 
 def _strategies(texts: str) -> dict[str, Strategy]:
-    """What was written -> the strategy. Commas separate specs, and parameters: ``key=value`` is the spec before's."""
-    specs: list[str] = []
-    for item in (part.strip() for part in texts.split(",")):
-        name, equals, _ = item.partition("=")
-        if equals and ":" not in name and specs:
-            specs[-1] += ("," if ":" in specs[-1] else ":") + item
-        elif item:
-            specs.append(item)
+    """What was written -> the strategy."""
+    specs = split_specs(texts)
     if not specs:
         raise UserError(f"no strategies given; write for example --strategies {DEFAULTS}")
     chosen = {spec: parse(spec) for spec in dict.fromkeys(specs)}
@@ -158,6 +152,18 @@ def _strategies(texts: str) -> dict[str, Strategy]:
     if twice:
         raise UserError(f"'{twice}' is among the strategies twice; name it once")
     return chosen
+
+
+def split_specs(texts: str) -> list[str]:
+    """Commas separate specs, and parameters: ``key=value`` is the spec before's."""
+    specs: list[str] = []
+    for item in (part.strip() for part in texts.split(",")):
+        name, equals, _ = item.partition("=")
+        if equals and ":" not in name and specs:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + item
+        elif item:
+            specs.append(item)
+    return specs
 
 
 def _check_numbers(options: dict[str, Any], threads: int | None) -> None:
@@ -170,18 +176,18 @@ def _check_numbers(options: dict[str, Any], threads: int | None) -> None:
         raise UserError(f"--threads must be 1 or more, not {threads}")
 
 
-def _one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
+def one_of(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UserError(f"{what} must be {' or '.join(allowed)}, not '{value}'")
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     from kvatlas.model.load import _device
 
     _device(device)
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
     import torch
 
     return int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads())

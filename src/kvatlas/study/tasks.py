@@ -37,7 +37,7 @@ def prepare(job: Job, progress: Progress) -> Any:
     """
     torch.set_num_threads(1)  # everything here is small
     progress(0.0, "loading the model")
-    loaded, lm = _model(job, job["dtype"])
+    loaded, lm = model_of(job, job["dtype"])
     check_prompt(lm.facts, job["prompt_tokens"], job["new_tokens"], job["beyond_trained"])
     made = _prompts(job, loaded, lm.facts)
     if job["quality"]:
@@ -48,7 +48,7 @@ def prepare(job: Job, progress: Progress) -> Any:
     return {
         "prompts": [prompt.ids for prompt in made],
         "follow": list(zip(*(prompt.continuation for prompt in made))),
-        "model": _model_part(loaded, lm.facts).model_dump(),
+        "model": model_part(loaded, lm.facts).model_dump(),
         "environment": environment(job["device"]).model_dump(),
         "workload": _workload(job, loaded, lm.facts).model_dump(),
     }
@@ -58,7 +58,7 @@ def measure(job: Job, progress: Progress) -> Any:
     """One sample of one strategy."""
     torch.set_num_threads(job["threads"])
     began = time.perf_counter()
-    loaded, lm = _model(job, job["dtype"])
+    loaded, lm = model_of(job, job["dtype"])
     load = Load(job["prompts"], job["follow"])
     measured = measure_system(lm, parse(job["strategy"]), load, loaded_in=time.perf_counter() - began)
     sample = Sample(
@@ -66,7 +66,7 @@ def measure(job: Job, progress: Progress) -> Any:
         repeat=job["repeat"],
         order=job["order"],
         seconds=0.0,
-        model=_model_part(loaded, lm.facts),
+        model=model_part(loaded, lm.facts),
         environment=environment(job["device"]),
         dtype=loaded.dtype,
         threads=job["threads"],
@@ -82,7 +82,7 @@ def quality(job: Job, progress: Progress) -> Any:
 
     torch.set_num_threads(job["threads"])
     progress(0.0, "loading the model")
-    _, lm = _model(job, job["quality_dtype"])
+    _, lm = model_of(job, job["quality_dtype"])
     found = measure_quality(
         lm,
         job["strategies"],
@@ -94,10 +94,19 @@ def quality(job: Job, progress: Progress) -> Any:
     return {written: part.model_dump(mode="json") for written, part in found.items()}
 
 
-TASKS: dict[str, Callable[[Job, Progress], Any]] = {"prepare": prepare, "measure": measure, "quality": quality}
+def battery(job: Job, progress: Progress) -> Any:
+    """Every cell of a battery that is missing."""
+    from kvatlas.study.battery_task import battery
+
+    return battery(job, progress)
 
 
-def _model(job: Job, dtype: str) -> tuple[LoadedModel, LM]:
+TASKS: dict[str, Callable[[Job, Progress], Any]] = {
+    "prepare": prepare, "measure": measure, "quality": quality, "battery": battery,
+}  # fmt: skip
+
+
+def model_of(job: Job, dtype: str) -> tuple[LoadedModel, LM]:
     loaded = load_model(job["model"], dtype, job["device"], job["load_format"], job["seed"])
     calibration = text(job["text_file"]).split()[0].text if loaded.tokenizer is not None else None
     return loaded, LM(loaded.model, loaded.tokenizer, calibration)
@@ -166,7 +175,7 @@ def _workload(job: Job, loaded: LoadedModel, facts: ModelFacts) -> Workload:
     )
 
 
-def _model_part(loaded: LoadedModel, facts: ModelFacts) -> Model:
+def model_part(loaded: LoadedModel, facts: ModelFacts) -> Model:
     return Model(
         name=loaded.name,
         source=loaded.source,

@@ -57,7 +57,7 @@ def _work(job: dict[str, Any], answers: TextIO) -> NoReturn:
     except UserError as error:
         _tell(answers, "user", error=one_line(error))
     except Exception as error:
-        status = "out_of_memory" if _is_memory(error) else "failed"
+        status = "out_of_memory" if is_memory(error) else "failed"
         _tell(answers, "failure", status=status, error=one_line(error))
         if status == "failed" and os.environ.get("KVATLAS_TRACEBACK"):
             import traceback
@@ -81,7 +81,7 @@ def _tell(answers: TextIO, event: str, **values: Any) -> None:
         answers.flush()
 
 
-def _is_memory(error: Exception) -> bool:
+def is_memory(error: Exception) -> bool:
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -81,6 +81,67 @@ def bound_scores(q: Tensor, low: Tensor, high: Tensor, pages: Tensor, combine: s
     return rank
 
 
+def choose_pages(
+    q: Tensor,
+    low: Tensor,
+    high: Tensor,
+    lengths: Tensor,
+    count: Tensor,
+    page: int,
+    width: int,
+    combine: str,
+    newest: Tensor | None = None,
+    key: Tensor | None = None,
+    prefer: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One step of a reader of pages: `note_key`, `bound_scores`, and the slots of the best pages, in one pass.
+
+    As for `bound_scores`; lengths [B, H] int64 filled slots (pages are of `page` of them), count [B, H] int64 pages to
+    read. key [B, H, D] was stored in slot newest [B, H] (-1: nowhere); low and high are widened by it in place; prefer:
+    its page is read whatever its score. Returns index [B, H, width] int64, ascending, and number [B, H] of its slots.
+    """
+    batch, heads, group, dim = q.shape
+    held = low.shape[2]
+    q, lengths, count = q.contiguous(), lengths.contiguous(), count.contiguous()
+    pages = (lengths + (page - 1)).div_(page, rounding_mode="floor")
+    key = None if key is None or newest is None else key.contiguous()
+    newest = None if newest is None else newest.contiguous()
+    assert q.dtype == low.dtype == high.dtype and q.dtype in DTYPES and dim % 8 == 0
+    assert key is None or (key.dtype == low.dtype and key.shape == (batch, heads, dim))
+    assert low.shape == high.shape == (batch, heads, held, dim) and low.stride(3) == high.stride(3) == 1
+    assert lengths.dtype == count.dtype == torch.int64 and lengths.shape == count.shape == (batch, heads)
+    assert newest is None or (newest.dtype == torch.int64 and newest.shape == (batch, heads))
+    rank = torch.empty(batch, heads, held, dtype=torch.float32)
+    index, number = torch.empty(batch, heads, width, dtype=torch.int64), torch.empty_like(lengths)
+    call(
+        "kvatlas_choose_pages",
+        q.dtype == torch.bfloat16,
+        q.data_ptr(),
+        low.data_ptr(),
+        high.data_ptr(),
+        None if key is None else key.data_ptr(),
+        None if newest is None else newest.data_ptr(),
+        lengths.data_ptr(),
+        pages.data_ptr(),
+        count.data_ptr(),
+        rank.data_ptr(),
+        index.data_ptr(),
+        number.data_ptr(),
+        batch,
+        heads,
+        group,
+        dim,
+        held,
+        page,
+        width,
+        strides(*low.stride()[:3], *high.stride()[:3]),
+        COMBINE[combine],
+        prefer,
+        threads(2 * rank.numel() * dim * low.element_size()),
+    )
+    return index, number
+
+
 def choose(rank: Tensor, count: Tensor, width: int) -> Tensor:
     """The count [B, H] best slots of rank [B, H, n] float32 -> index [B, H, width] int64, ascending, then zeros."""
     rank, count = rank.contiguous(), count.contiguous()

@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "mass.h"
 #include "packed.h"
+#include "pages.h"
 #include "small.h"
 
 template <class T>
@@ -168,6 +169,21 @@ void kvatlas_bounds(int64_t half, const void* q, const void* low, const void* hi
                 {stride[3] * size, stride[4] * size, stride[5] * size},
                 pages, batch, heads, group, dim, n, combine, rank};
     half ? bounds<bf16>(call, threads) : bounds<float>(call, threads);
+}
+
+// stride: low (b, h, page), high (b, h, page); pages: those that each row has.
+void kvatlas_choose_pages(int64_t half, const void* q, void* low, void* high, const void* key, const int64_t* newest,
+                          const int64_t* lengths, const int64_t* pages, const int64_t* count, float* rank,
+                          int64_t* index, int64_t* number, int64_t batch, int64_t heads, int64_t group, int64_t dim,
+                          int64_t n, int64_t page, int64_t width, const int64_t* stride, int64_t combine,
+                          int64_t prefer, int64_t threads) {
+    int64_t size = half ? 2 : 4;
+    Bounds of{(const char*)q, (const char*)low, (const char*)high,
+              {stride[0] * size, stride[1] * size, stride[2] * size},
+              {stride[3] * size, stride[4] * size, stride[5] * size},
+              pages, batch, heads, group, dim, n, combine, rank};
+    PageChoice call{of, (const char*)key, newest, lengths, count, page, prefer, index, number, width};
+    half ? choose_pages<bf16>(call, threads) : choose_pages<float>(call, threads);
 }
 
 void kvatlas_choose(const float* rank, const int64_t* count, int64_t* index, int64_t rows, int64_t n, int64_t width,

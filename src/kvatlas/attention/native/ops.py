@@ -34,6 +34,7 @@ SIGNATURES = {
     "kvatlas_speculate": "i pp pp pp iiiii p ff i i",
     "kvatlas_bounds": "i ppp pp iiiii p i i",
     "kvatlas_choose": "ppp iii i",
+    "kvatlas_choose_pages": "i ppp pp ppp ppp iiiiiii p iii",
     "kvatlas_copy_rows": "ppp iiii p i",
     "kvatlas_rms_norm": "i ppp ii f",
     "kvatlas_rope": "i ppp iiii",

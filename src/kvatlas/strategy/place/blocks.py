@@ -47,7 +47,7 @@ class BlockTable(Shared):
         if not self.share:
             return 0
         found = []
-        for text in _texts(ids[: len(ids) - 1], self.block):
+        for text in block_texts(ids[: len(ids) - 1], self.block):
             number = self._by_text.get(text)
             if number is None:
                 break
@@ -64,7 +64,7 @@ class BlockTable(Shared):
         """The sequence's prompt is stored: its full blocks can serve others."""
         if not self.share:
             return
-        for i, text in enumerate(_texts(ids, self.block)):
+        for i, text in enumerate(block_texts(ids, self.block)):
             number = int(self.table[row, i])
             if text not in self._by_text:
                 self._by_text[text], self._text_of[number] = number, text
@@ -195,7 +195,7 @@ class BlockTable(Shared):
         self._device = None
 
 
-def _texts(ids: list[int], block: int) -> Iterator[bytes]:
+def block_texts(ids: list[int], block: int) -> Iterator[bytes]:
     """A digest for each full block that stands for all the text up to its end."""
     digest = b""
     for start in range(0, len(ids) - block + 1, block):

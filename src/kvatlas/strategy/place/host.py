@@ -87,7 +87,19 @@ class HostStore(FetchingStore):
     def _here(self, run: Run) -> dict[str, Tensor]:
         size = len(self.lengths) * self.layout.kv_heads * self.layout.slot_bytes("payload")
         self.link.count(-(-(run.stop - run.start) // TILE), (run.stop - run.start) * size)
+        return self._pieces(run)
+
+    def _pieces(self, run: Run) -> dict[str, Tensor]:
+        """A run's payload, ``[B, H, n, ...]``, on the host."""
         return {n: self.data[n][:, :, run.start : run.stop] for n in self._payload()}
+
+    def _source(self, name: str) -> Tensor:
+        """A payload column as it is held, ``[B, H, slots, ...]``."""
+        return self.data[name]
+
+    def _where(self, slots: Tensor) -> Tensor:
+        """Under which numbers ``slots [B, H, m]`` are held in it."""
+        return slots
 
     def _all_here(self) -> dict[str, Tensor] | None:
         return {n: self.data[n] for n in self._payload()} if self._in_place else None
@@ -97,7 +109,7 @@ class HostStore(FetchingStore):
         self.link.count(1, fetched * self.layout.slot_bytes("payload"))
 
     def _fetch(self, run: Run, ahead: bool) -> Arrive:
-        sources = {n: self.data[n][:, :, run.start : run.stop] for n in self._payload()}
+        sources = self._pieces(run)
         buffers = staged(self.link, self.layout, "tile", run.stop - run.start, min(TILE, self.capacity))
         wait = self.link.start(lambda: sum(move(buffers[n], sources[n]) for n in sources), self.layout.device, ahead)
         return after(wait, buffers)
@@ -105,10 +117,10 @@ class HostStore(FetchingStore):
     def _bring(self, part: Selection, head: int, ahead: bool) -> Arrive:
         most = self.layout.limit(self.capacity) if self.layout.limit is not None else self.capacity
         buffers = staged(self.link, self.layout, "selection", part.index.shape[2] + head, most + 1)
-        sources = {name: self.data[name] for name in buffers}
+        sources = {name: self._source(name) for name in buffers}
 
         def copy() -> int:
-            at = part.index.cpu()
+            at = self._where(part.index.cpu())
             return sum(move(buffer[:, :, head:], sources[name], at) for name, buffer in buffers.items())
 
         return after(self.link.start(copy, self.layout.device, ahead), buffers)

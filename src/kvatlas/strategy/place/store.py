@@ -85,6 +85,17 @@ class Store(ABC):
     def extend(self, row: int, values: Mapping[str, Tensor]) -> None:
         """Add ``[H, n, ...]`` of every column to the end of a sequence."""
 
+    def evicted(self, row: int, values: Mapping[str, Tensor], positions: Tensor) -> None:
+        """Add what a keep rule evicted of a run, ``[H, n, ...]`` of every column, at true ``positions [H, n]``."""
+        self.extend(row, values)
+
+    def adopt(self, other: Store) -> bool:
+        """Hold what another cache's store of the same layer holds, without a copy; False: this one has to be filled.
+
+        Called while it is empty. Holes are not taken over.
+        """
+        return False
+
     @abstractmethod
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
         """Replace what a sequence holds by ``[H, n, ...]`` of every column."""

@@ -7,12 +7,14 @@ least and the largest value of its keys in each dimension, ``low, high [B, H, pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from kvatlas.attention import fast
+from kvatlas.attention.bounds import bound_scores
 from kvatlas.attention.choose import best_slots, native_serves
+from kvatlas.attention.native.choose import choose_pages
 from kvatlas.strategy.answers import Read
 from kvatlas.strategy.view import Combine, LayerFacts, Selection, View
 
@@ -74,18 +76,6 @@ def bounds_of(keys: Tensor, page: int, length: int | None = None) -> tuple[Tenso
     return torch.cat(low, -2), torch.cat(high, -2)
 
 
-def note_last(low: Tensor, high: Tensor, key: Tensor, slot: int, page: int) -> None:
-    """``note_key`` where every sequence and head stored its key in the same slot, behind all others."""
-    at = slot // page
-    if slot % page == 0:
-        low[:, :, at] = key
-        high[:, :, at] = key
-        return
-    for bounds, wider in ((low, torch.minimum), (high, torch.maximum)):
-        held = bounds[:, :, at]
-        wider(held, key, out=held)
-
-
 def note_key(low: Tensor, high: Tensor, key: Tensor, slot: Tensor, lengths: Tensor, page: int) -> None:
     """A key was stored: its page's bounds follow, in place.
 
@@ -111,6 +101,44 @@ def note_key(low: Tensor, high: Tensor, key: Tensor, slot: Tensor, lengths: Tens
         flat.index_copy_(0, at, torch.where(absent, old, new))
 
 
+def read_best(view: View, q: Tensor, rule: PageBounds, count: Tensor, most: int, newest: bool = False) -> Selection:
+    """The slots of the best pages by their bounds, which follow the newest key first.
+
+    Args:
+        q: ``[B, Hq, D]``.
+        count: ``[B, H]`` int64, pages to read of each row.
+        most: the largest of them, or more.
+        newest: the page of the newest token is read whatever its score.
+    """
+    page, held = rule.page, pages_for(view.width, rule.page)
+    low, high = (view.state[name][:, :, :held] for name in ("low", "high"))
+    grouped, width = q.unflatten(1, (low.shape[1], -1)), min(view.width, most * page)
+    scanned = 2 * low.numel() * low.element_size()
+    if fast.serves(q, low):
+        index, number = choose_pages(
+            grouped, low, high, view.lengths, count, page, width, rule.gqa, view.newest, view.key, newest
+        )
+        return Selection(index, number, scanned)
+    note_newest(view, page)
+    total = (view.lengths + (page - 1)).div_(page, rounding_mode="floor")
+    rank = bound_scores(grouped, low, high, total, rule.gqa)
+    if newest and view.newest is not None:
+        prefer(rank, view.newest, page)
+    return slots_of_pages(best_pages(rank, count, most), count, view.lengths, page, view.width, scanned)
+
+
+def note_newest(view: View, page: int) -> None:
+    """The bounds follow the newest key, if there is one."""
+    if view.newest is not None and view.key is not None:
+        note_key(view.state["low"], view.state["high"], view.key, view.newest, view.lengths, page)
+
+
+def prefer(rank: Tensor, newest: Tensor, page: int) -> None:
+    """The pages of the slots ``newest [B, H]`` (-1 for none) come first in ``rank [B, H, P]``, in place."""
+    at = newest.clamp(min=0).div_(page, rounding_mode="floor").unsqueeze(-1)
+    rank.scatter_(-1, at, torch.where((newest >= 0).unsqueeze(-1), torch.inf, rank.gather(-1, at)))
+
+
 def best_pages(rank: Tensor, count: Tensor, width: int) -> Tensor:
     """The ``count [B, H]`` best pages of ``rank [B, H, P]`` float32 -> ``[B, H, width]`` int64, ascending.
 
@@ -123,31 +151,16 @@ def best_pages(rank: Tensor, count: Tensor, width: int) -> Tensor:
     return index.masked_fill_(past, rank.shape[-1] - 1).sort(-1).values
 
 
-def slots_of_pages(
-    pages: Tensor, count: Tensor, lengths: Tensor, page: int, width: int, scanned: int = 0, missing: int | None = None
-) -> Selection:
+def slots_of_pages(pages: Tensor, count: Tensor, lengths: Tensor, page: int, width: int, scanned: int = 0) -> Selection:
     """Whole pages as a selection of their filled slots, ascending.
 
     Args:
         pages: ``[B, H, m]`` int64, each row's first ``count [B, H]`` ascending.
         lengths: ``[B, H]`` int64 filled slots.
         width: the largest of the lengths: no slot at or past it is named, and no more than so many.
-        missing: slots that are named by every row and not filled, where that is known.
     """
-    batch, heads, m = pages.shape
-    index = _slots(width, page, pages.device).index_select(0, pages.view(-1)).view(batch, heads, m * page)
-    if m * page > width:
-        index = index[..., :width].contiguous()
-    if missing is not None:
-        return Selection(index, count * page - missing, scanned)
+    slots = (pages.unsqueeze(-1) * page + torch.arange(page, device=pages.device)).flatten(-2).clamp_(max=width - 1)
     # Of the chosen pages only the last one can be partly filled, and only if it is the sequence's last.
     last = pages.gather(-1, (count - 1).clamp_(min=0).unsqueeze(-1)).squeeze(-1)
     unfilled = ((last + 1) * page - lengths).clamp_(min=0)
-    return Selection(index, (count * page - unfilled).clamp_(min=0), scanned)
-
-
-@lru_cache(maxsize=4)
-def _slots(width: int, page: int, device: torch.device) -> Tensor:
-    """Slots of each page, ``[pages, page]``: the same for all layers of a step."""
-    held = pages_for(width, page)
-    return torch.arange(held * page, device=device).clamp_(max=width - 1).view(held, page)
+    return Selection(slots[..., :width].contiguous(), (count * page - unfilled).clamp_(min=0), scanned)

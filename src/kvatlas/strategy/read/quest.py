@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvatlas.attention.bounds import bound_scores
 from kvatlas.errors import UserError
 from kvatlas.strategy.budget import resolve, resolve_all
 from kvatlas.strategy.read import pages
@@ -63,49 +62,20 @@ class Quest(pages.PageBounds):
     def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
         if self.lossless():
             return None
-        appended = not view.ragged and "capacity" not in view.plan  # nothing was ever dropped: the newest is the last
-        low, high = self._bounds(view, appended)
         held = pages.pages_for(view.width, self.page)
-        width = pages.pages_for(self.limit(view.width), self.page)
-        if width >= held:
+        most = pages.pages_for(self.limit(view.width), self.page)
+        if most >= held:
+            pages.note_newest(view, self.page)
             return None
-        total, count = self._counts(view, held, width)
-        rank = bound_scores(q.unflatten(1, (low.shape[1], -1)), low[:, :, :held], high[:, :, :held], total, self.gqa)
-        if self.newest:
-            self._prefer_newest(view, rank, appended)
-        index = pages.best_pages(rank, count, width)
-        scanned = 2 * rank.numel() * low.shape[-1] * low.element_size()
-        missing = held * self.page - view.width if self.newest and appended else None
-        return pages.slots_of_pages(index, count, view.lengths, self.page, view.width, scanned, missing)
+        return pages.read_best(view, q, self, self._counts(view, most), most, self.newest)
 
-    def _bounds(self, view: View, appended: bool) -> tuple[Tensor, Tensor]:
-        """The bounds of all pages, the newest key among them."""
-        low, high = view.state["low"], view.state["high"]
-        if view.newest is not None and view.key is not None:
-            if appended:
-                pages.note_last(low, high, view.key, view.width - 1, self.page)
-            else:
-                pages.note_key(low, high, view.key, view.newest, view.lengths, self.page)
-        return low, high
-
-    def _prefer_newest(self, view: View, rank: Tensor, appended: bool) -> None:
-        """The newest token's page comes first, in place. To an archive of evicted tokens there may have come none."""
-        if view.newest is None:
-            return
-        if appended:
-            rank[:, :, -1] = torch.inf
-            return
-        at = view.newest.clamp(min=0).div_(self.page, rounding_mode="floor").unsqueeze(-1)
-        came = (view.newest >= 0).unsqueeze(-1)
-        rank.scatter_(-1, at, torch.where(came, torch.inf, rank.gather(-1, at)))
-
-    def _counts(self, view: View, held: int, width: int) -> tuple[Tensor, Tensor]:
-        """Pages that there are and pages to read, ``[B, H]`` each."""
+    def _counts(self, view: View, most: int) -> Tensor:
+        """Pages to read, ``[B, H]``."""
         if not view.ragged:
-            return torch.full_like(view.lengths, held), torch.full_like(view.lengths, width)
+            return torch.full_like(view.lengths, most)
         total = (view.lengths + (self.page - 1)).div_(self.page, rounding_mode="floor")
         budget = resolve_all(self.budget, view.lengths)
-        return total, budget.div(self.page, rounding_mode="floor").clamp_(min=LEAST).minimum(total)
+        return budget.div(self.page, rounding_mode="floor").clamp_(min=LEAST).minimum(total)
 
 
 register(Preset("quest", {"read": Quest}, "reads the pages whose keys could score best"))

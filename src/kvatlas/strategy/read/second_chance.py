@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvatlas.attention.bounds import bound_scores
 from kvatlas.errors import UserError
 from kvatlas.strategy.keep.heavy import HeavyHitters
 from kvatlas.strategy.place.archive import Archived
@@ -40,18 +39,11 @@ class SecondChance(paging.PageBounds):
         return min(length, self.page * self.pages)
 
     def select(self, view: View, q: Tensor, foreseen: Selection | None) -> Selection | None:
-        low, high = view.state["low"], view.state["high"]
-        if view.newest is not None and view.key is not None:
-            paging.note_key(low, high, view.key, view.newest, view.lengths, self.page)
         held = paging.pages_for(view.width, self.page)
         if held == 0:
             return None
         total = (view.lengths + (self.page - 1)).div(self.page, rounding_mode="floor")
-        count, width = total.clamp(max=self.pages), min(held, self.pages)
-        rank = bound_scores(q.unflatten(1, (low.shape[1], -1)), low[:, :, :held], high[:, :, :held], total, self.gqa)
-        index = paging.best_pages(rank, count, width)
-        scanned = 2 * rank.numel() * low.shape[-1] * low.element_size()
-        return paging.slots_of_pages(index, count, view.lengths, self.page, view.width, scanned)
+        return paging.read_best(view, q, self, total.clamp(max=self.pages), min(held, self.pages))
 
 
 register(
