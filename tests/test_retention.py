@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from kvatlas.errors import UserError
 from kvatlas.quality.generated import NAMES, generated_task, options_of
 from kvatlas.quality.question import Question
 from kvatlas.quality.retention.facts import all_values, kinds
-from kvatlas.quality.retention.fillers import own_turns, turns_of, words
+from kvatlas.quality.retention.fillers import Fillers, own_turns, turns_of, words
+from kvatlas.quality.retention.form import Plain, Turn
+from kvatlas.workload.text import Text
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not (DATA / "mt_bench_101").is_dir(), reason="the benchmark data are not here")
@@ -174,6 +177,17 @@ def test_what_only_the_assistant_said() -> None:
 
 def words_of(line: str) -> list[str]:
     return re.findall(r"\w+", line)
+
+
+def test_no_filler_and_no_passage_with_a_forbidden_word() -> None:
+    tokenizer = sentences_lm().tokenizer
+    turns = [Turn("My cat is black.", "I see."), Turn("Is it late?", "Black as night."), Turn("Fine.", "Good.")]
+    text = Text("Nothing is Black here at all.\n\nThe sea was calm, and the wind came from the north.", "a text")
+    fillers = Fillers(tokenizer, Plain(), turns, text)
+    for i in range(20):
+        made = fillers.fill(1, 60, Random(i), words("black"))
+        assert "calm" in made[0].said and not words(*made[0]) & {"black"}
+        assert 50 <= fillers.tokens(*made) <= 60
 
 
 def test_all_variants_in_turn() -> None:

@@ -56,8 +56,8 @@ class Battery:
 
     @property
     def title(self) -> str:
-        """The model and how it was stored: ``SmolLM2-135M-Instruct, 4-bit weights, float32``."""
-        return ", ".join(filter(None, (self.model.name, self.model.stored, self.dtype)))
+        """The model, how it was stored (or where it came from), and the dtype."""
+        return ", ".join(filter(None, (self.model.name, self.model.stored or self.model.source, self.dtype)))
 
     @property
     def families(self) -> list[str]:

@@ -187,7 +187,9 @@ def quality(
     data_dir: Annotated[
         str | None, typer.Option(help="Folder with the reasoning tasks' files; the hub if not given.")
     ] = None,
-    shots: Annotated[int | None, typer.Option(help="Reasoning: answered examples before each question.")] = 5,
+    shots: Annotated[
+        int | None, typer.Option(help="Reasoning: answered examples before each question; 5 if not given.")
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(help='Retention and retrieval: context lengths, such as "256-4000" or "512,2000".')
     ] = None,

@@ -58,7 +58,7 @@ def budget_name(record: QualityRecord) -> str:
     budget = record.budget
     if budget is None:
         return "as it is"
-    return f"{budget} tokens" if isinstance(budget, int) else f"{budget:g}"
+    return f"{budget} tokens" if isinstance(budget, int) else str(budget)
 
 
 def by_budget(curves: Iterable[Curve]) -> tuple[list[str], dict[str, dict[str, QualityRecord]]]:

@@ -24,6 +24,9 @@ GROUPS = {
 """Names that stand for several tasks: the six of the study's kind, and all that retrieve."""
 
 LIMITS = {"retention": 100, "fidelity": 8, "needle": 25, "keyvalue": 25, "lines": 25, "topics": 25}
+SHOTS = 5
+"""Answered examples before a reasoning question: without them a context is too short for a budget to bite."""
+
 REASONING_LIMIT = 40
 """Samples of each task unless the user says otherwise: sized so that the default battery ends within the hour on two
 cores."""
@@ -131,10 +134,10 @@ def _given(strategies: str) -> list[str]:
 
 def _points(written: str, sizes: Sequence[float]) -> list[Point]:
     """The points of one strategy."""
-    plain = parse(written)
     if _with_budget(written, sizes[0]) is None:
-        return [Point(written, plain.name, None)]
+        return [Point(written, parse(written).name, None)]
     if _names_its_budget(written):
+        parse(written)
         family, budget = _without_budget(written)
         return [Point(written, family, _number(budget))]
     specs = [(_with_budget(written, size), size) for size in sizes]
@@ -202,4 +205,5 @@ def chosen_tasks(texts: str, options: Mapping[str, Any]) -> dict[str, dict[str, 
     for key in given:
         if key != "data_dir" and not any(key in own for own in known.values()):
             raise UserError(f"--{key.replace('_', '-')} means nothing to {', '.join(known)}")
-    return {name: {k: v for k, v in given.items() if k in own} for name, own in known.items()}
+    usual = {"shots": SHOTS}
+    return {name: {k: v for k, v in (usual | given).items() if k in own} for name, own in known.items()}

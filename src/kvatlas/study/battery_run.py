@@ -24,7 +24,7 @@ class BatteryCourse:
     task: str = ""
     what: str = "starting"
     share: float = 0.0
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     first: float | None = None  # when the first share was done
 
     @property
