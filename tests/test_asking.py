@@ -151,6 +151,17 @@ def test_specs_together_are_specs_alone_to_the_bit(monkeypatch: pytest.MonkeyPat
     assert ask(lm, specs, asked) == together
 
 
+def test_the_reference_leads_every_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    compressed = asking.compressed
+    monkeypatch.setattr(
+        asking, "compressed", lambda lm, specs, *rest: seen.append(specs) or compressed(lm, specs, *rest)
+    )
+    for specs in (["h2o:0.3"], ["h2o:0.3", "full"], ["full"]):
+        assert list(ask(lm_of("llama"), specs, questions()[:1])) == specs
+    assert seen == [["full", "h2o:0.3"], ["full", "h2o:0.3"], ["full"]]
+
+
 def test_little_memory_makes_small_batches_and_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, asked = lm_of("llama"), questions()
     many = ask(lm, ["h2o:0.3"], asked)["h2o:0.3"]
