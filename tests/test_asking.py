@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -153,10 +154,13 @@ def test_specs_together_are_specs_alone_to_the_bit(monkeypatch: pytest.MonkeyPat
 
 def test_the_reference_leads_every_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    compressed = asking.compressed
-    monkeypatch.setattr(
-        asking, "compressed", lambda lm, specs, *rest: seen.append(specs) or compressed(lm, specs, *rest)
-    )
+    own = asking.compressed
+
+    def spied(model: LM, specs: list[str], *rest: Any) -> Any:
+        seen.append(specs)
+        return own(model, specs, *rest)
+
+    monkeypatch.setattr(asking, "compressed", spied)
     for specs in (["h2o:0.3"], ["h2o:0.3", "full"], ["full"]):
         assert list(ask(lm_of("llama"), specs, questions()[:1])) == specs
     assert seen == [["full", "h2o:0.3"], ["full", "h2o:0.3"], ["full"]]

@@ -402,22 +402,27 @@ def test_a_prefix_is_found_again_after_slots_were_renumbered_and_forgotten_when_
     audit(fourth.cache)
 
 
-def test_slots_that_are_used_again_are_not_found_by_their_old_text() -> None:
+@pytest.mark.parametrize(("n", "reserve"), [(90, 4), (24, 60)])
+def test_slots_that_are_used_again_are_not_found_by_their_old_text(n: int, reserve: int) -> None:
+    """Neither those that hold another prompt now nor those that wait for tokens to come."""
     lm = lm_of("llama")
 
-    def filled(ids: list[int], spec: str = SHARED) -> KVCache:
+    def filled(ids: list[int], spec: str = SHARED, reserve: int = 4) -> KVCache:
         cache = lm.new_cache(spec)
-        lm.prefill(cache, [ids], reserve=4)
+        lm.prefill(cache, [ids], reserve)
         return cache
 
     stays, goes = filled(prompts(400)[0]), filled(DOC)
     slots = len(pools(stays)[0].refs)
     del goes  # too few slots to give back
-    next_one = filled(prompts(90)[0])
-    assert len(pools(stays)[0].refs) < slots + KV_HEADS * 20
+    next_one, alike = (filled(prompts(n)[0], spec, reserve) for spec in (SHARED, PLAIN))
+    assert len(pools(stays)[0].refs) < slots + KV_HEADS * 25
+    for token in (2, 3, 4):
+        assert torch.equal(*(lm.step(cache, torch.tensor([token])) for cache in (next_one, alike)))
     again, plain = filled(DOC), filled(DOC, PLAIN)
-    for store, other in zip(archives(again), plain.layers):
-        assert torch.equal(store.row_columns(0)["k"], other.archive.row_columns(0)["k"])  # type: ignore[union-attr]
+    for one, other in ((next_one, alike), (again, plain)):
+        for store, layer in zip(archives(one), other.layers):
+            assert torch.equal(store.row_columns(0)["k"], layer.archive.row_columns(0)["k"])  # type: ignore[union-attr]
     audit(stays, next_one, again)
 
 

@@ -138,18 +138,19 @@ def test_the_modes_hold_the_same_tokens_in_other_places(question: str, format: s
         assert text.rstrip(" ").endswith(opening) == (answer == "free")
 
 
-def test_two_facts_of_a_kind_are_told_in_one_turn_and_one_is_asked_for() -> None:
+def test_two_facts_of_different_kinds_are_told_in_one_turn_and_one_is_asked_for() -> None:
     firsts = set()
     for question in asked(12, tokens=400, variant="two"):
-        text = text_of(question.context[int(question.labels["told_at"]) :]).split("\n")[0]
-        fact, value = fact_of(question), str(question.labels["value"])
-        mine = fact.tell.format(value)
-        assert mine in text
-        other = text.removeprefix("User: ").replace(mine, "").strip()
-        assert any(
-            re.fullmatch(re.escape(f.tell).replace(r"\{\}", r"\w+"), other) for f in kinds()[fact.kind] if f != fact
+        text, fact = text_of(question.context), fact_of(question)
+        told = text_of(question.context[int(question.labels["told_at"]) :]).split("\n")[0].removeprefix("User: ")
+        mine = fact.tell.format(question.labels["value"])
+        beside = told.replace(mine, "").strip()
+        facts = [one for kind in kinds() if kind != fact.kind for one in kinds()[kind]]
+        assert mine in told and any(
+            re.fullmatch(re.escape(one.tell).replace(r"\{\}", r"(\w+)"), beside) for one in facts
         )
-        firsts.add(text.startswith(f"User: {mine}"))
+        assert text.count(beside) == 1
+        firsts.add(told.startswith(mine))
     assert firsts == {True, False}
 
 
@@ -216,6 +217,8 @@ def test_judging() -> None:
         ((0.0, *[-1.0] * 9), 1.0),
         ((-2.0, *[-1.0] * 3, *[-3.0] * 6), 4.0),
         ((-2.0, *[-1.0] * 9), 10.0),
+        ((-1.0, -1.0, *[-2.0] * 8), 2.0),
+        ((float("nan"), *[-1.0] * 9), 10.0),
     ]:
         assert primed.judge(lm, question, replied(lm, question, "x", scores))["rank"] == rank  # type: ignore[attr-defined]
 

@@ -72,8 +72,8 @@ def ten_apart(tokenizer: Any, text: str, answers: Iterable[str], what: str, gap:
 
 
 def rank(reply: Reply) -> float:
-    """Where the first candidate stands among all by log-probability: 1 is the most likely."""
-    return 1.0 + sum(other > reply.candidates[0] for other in reply.candidates[1:])
+    """Where the first candidate stands among all by log-probability: 1 if it is the most likely, last if it is NaN."""
+    return 1.0 + sum(not other < reply.candidates[0] for other in reply.candidates[1:])
 
 
 def answered(said: str, value: str) -> bool:

@@ -23,13 +23,21 @@ NEAR = 256
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is told. ``values``: ten of which the first is true; the second is the old one, or the other fact's."""
+    """What is told, and how.
+
+    Attributes:
+        values: ten of the fact's kind: the first is true, the second the old one where there is one.
+        turn: in which it is told.
+        earlier: in which the old value is told, at the beginning.
+        forbidden: words that nothing else in the conversation may hold.
+    """
 
     fact: Fact
     variant: str
     values: tuple[str, ...]
     turn: Turn
     earlier: Turn | None = None
+    forbidden: frozenset[str] = frozenset()
 
     @property
     def prime(self) -> str:
@@ -37,32 +45,28 @@ class Told:
         who = "I told you that" if self.variant == "assistant" else "You told me that"
         return f"{who} {self.fact.prime[0].lower()}{self.fact.prime[1:]}"
 
-    @property
-    def forbidden(self) -> frozenset[str]:
-        """Words that nothing else in the conversation may hold."""
-        return words(*self.values)
-
 
 def told(tokenizer: Any, fact: Fact, variant: str, draw: random.Random) -> Told:
     """A fact with drawn values.
 
-    ``two``: a second fact of the same kind stands in the same turn, before or after it. ``updated``: it is told with
+    ``two``: a second fact of another kind stands in the same turn, before or after it. ``updated``: it is told with
     another value in the first turn of the conversation, and corrected here. ``assistant``: only an answer says it.
     """
     values = ten_apart(tokenizer, fact.prime, values_of(fact.kind, draw), fact.kind)
     draw.shuffle(values)
     true, other = values[:2]
-    turn, earlier = Turn(fact.tell.format(true), fact.reply), None
+    turn, earlier, beside = Turn(fact.tell.format(true), fact.reply), None, ""
     if variant == "two":
-        second = draw.choice([one for one in kinds()[fact.kind] if one != fact])
-        both = [turn.said, second.tell.format(other)]
+        kind = draw.choice([kind for kind in kinds() if kind != fact.kind])
+        beside = values_of(kind, draw)[0]
+        both = [turn.said, draw.choice(kinds()[kind]).tell.format(beside)]
         turn = Turn(" ".join(draw.sample(both, 2)), fact.reply)
     elif variant == "updated":
         earlier = Turn(fact.tell.format(other), fact.reply)
         turn = Turn(f"What I told you has changed. {turn.said}", "Thank you for telling me that it has changed.")
     elif variant == "assistant":
         turn = Turn(f"Please look into my notes. {fact.ask}", f"{fact.prime} {true}.")
-    return Told(fact, variant, tuple(values), turn, earlier)
+    return Told(fact, variant, tuple(values), turn, earlier, words(*values, beside))
 
 
 @dataclass(frozen=True, slots=True)

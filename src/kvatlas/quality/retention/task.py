@@ -50,7 +50,7 @@ class RetentionTask(QuestionTask):
             the compression left. A budget that is a fraction is then one of that prompt, not of the conversation.
         format: ``plain`` (``User:`` and ``Assistant:`` lines) or ``chat`` (the tokenizer's template).
         answer: ``primed`` with its first words, or ``free``.
-        variant: ``one`` fact; ``two`` of a kind in one turn, of which one is asked for; ``updated``: told in the first
+        variant: ``one`` fact; ``two`` of different kinds in one turn, of which one is asked for; ``updated``: told in the first
             turn and corrected later, distance and depth being those of the correction; ``assistant``: told in an answer
             only; ``all`` of them in turn.
         fillers: the other turns: ``own``, or those of real dialogues in ``data_dir``: ``mtbench101``, ``sgd``.

@@ -26,6 +26,7 @@ SPARE = 256
 class ListTask(RetrievalTask):
     """A list of keys and values; see the tasks. ``items``: how many; None: as many as ``tokens`` hold."""
 
+    tokens: str | int = "256-1000"
     items: str | int | None = None
 
     gap = ""
