@@ -137,7 +137,7 @@ def test_greedy_choices_are_seen_as_such() -> None:
     assert ask(lm, ["full"], [asked])["full"][0].greedy == (True, False, False, True)
 
 
-def test_specs_together_are_specs_alone_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_specs_together_are_specs_alone_to_the_bit() -> None:
     lm, asked = lm_of("llama"), questions()
     specs = ["h2o:0.3", "full", "random:0.2", "quest:0.3,page=4", "h2o:0.5", "infinigen:0.3", "streaming:0.3", "paged"]
     together = ask(lm, specs, asked)
@@ -146,10 +146,6 @@ def test_specs_together_are_specs_alone_to_the_bit(monkeypatch: pytest.MonkeyPat
     assert ask(lm, specs[::-1], asked) == together
     for spec in specs:
         assert ask(lm, [spec], asked)[spec] == together[spec], spec
-    monkeypatch.setattr(asking_batches, "CACHE_BYTES", asking_batches.FORKED_BYTES)  # room for one cache at a time
-    groups = list(asking_batches.held_together(lm, specs, asked[:2]))
-    assert groups == [[spec] for spec in specs]
-    assert ask(lm, specs, asked) == together
 
 
 def test_the_reference_leads_every_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +160,25 @@ def test_the_reference_leads_every_prefill(monkeypatch: pytest.MonkeyPatch) -> N
     for specs in (["h2o:0.3"], ["h2o:0.3", "full"], ["full"]):
         assert list(ask(lm_of("llama"), specs, questions()[:1])) == specs
     assert seen == [["full", "h2o:0.3"], ["full", "h2o:0.3"], ["full"]]
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o:0.3", "quest:0.3,page=4"])
+def test_what_is_written_begins_when_its_question_was_read(spec: str) -> None:
+    """Questions of different lengths share a batch, and each gets what it gets alone; no row is moved too early."""
+    lm = lm_of("llama")
+    asked = [
+        Question(
+            f"q{i}", tokens(40 + i, i), after=tokens(n, 9 + i), candidates=(1, 5, 9), write=w, choices=(Choice((i,)),)
+        )
+        for i, (n, w) in enumerate([(0, 3), (5, 1), (2, 6), (7, 2), (1, 0), (3, 9)])
+    ]
+    assert len(asking_batches.batches(lm, asked)) == 1
+    together = ask(lm, [spec], asked)[spec]
+    for question, reply in zip(asked, together):
+        [alone] = ask(lm, [spec], [question])[spec]
+        assert reply.written == alone.written and len(reply.written) <= question.write
+        assert reply.candidates == pytest.approx(alone.candidates, abs=1e-4)
+        assert reply.choices == pytest.approx(alone.choices, abs=1e-4)
 
 
 def test_little_memory_makes_small_batches_and_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +203,8 @@ def test_a_batch_is_fed_alike_and_never_passes_the_positions() -> None:
     assert sorted(i for batch in found for i in batch) == list(range(len(asked)))
     for batch in found:
         own = [asked[i] for i in batch]
-        assert len({(len(q.after), bool(q.live)) for q in own}) == 1
+        forked = any(len(choice.tokens) > 1 for q in own for choice in q.choices)
+        assert len({(len(q.after) if forked else 0, bool(q.live)) for q in own}) == 1
         assert max(q.tokens for q in own) + max(map(asking_batches.longest, own)) <= limit
 
 

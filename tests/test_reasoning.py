@@ -162,6 +162,8 @@ def test_choices_share_a_context_and_so_do_contexts_that_begin_alike() -> None:
     (share,) = shares("s", [Pair((1, 2, 3, 4, 5), (9,)), Pair((1, 2, 3, 8), (9,))])
     assert share.question.context == (1, 2, 3)
     assert [(c.tokens, c.unscored) for c in share.question.choices] == [((4, 5, 9), 2), ((8, 9), 1)]
+    little = shares("s", [Pair((1, 2, 3, 4, 5), (9,)), Pair((1, 2, 8), (9,))])
+    assert [s.question.context for s in little] == [(1, 2, 3, 4, 5), (1, 2, 8)], "less than half in common"
     apart = shares("s", [Pair((1, 2, 3, 4, 5), (9,)), Pair((1, 7, 8), (9,)), Pair((1, 2, 3, 4, 5), (6,))])
     assert [(s.question.name, s.question.context, s.numbers) for s in apart] == [
         ("s#0", (1, 2, 3, 4, 5), (0, 2)), ("s#1", (1, 7, 8), (1,))

@@ -209,11 +209,11 @@ def test_prefill_by_chunks_that_is_exact_is_shared() -> None:
 
 
 def test_what_a_tee_prefills_is_shared_too() -> None:
-    from kvatlas.engine.tee import prefill_many
+    from kvatlas.engine.recorded import prefill_many
 
     lm = lm_of("llama")
     caches = [lm.new_cache(SHARED), lm.new_cache("h2o:0.3"), lm.new_cache(SHARED)]
-    prefill_many(lm, caches, [DOC], 4)
+    list(prefill_many(lm, caches, [DOC], 4))
     alone = lm.new_cache(PLAIN)
     lm.prefill(alone, [DOC], 4)
     assert payload(caches[0], caches[2]) == payload(alone)

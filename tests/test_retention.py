@@ -94,6 +94,9 @@ def test_turns_and_tokens_are_what_was_asked_for(fillers: str) -> None:
         told = f"User: {fact.tell.format(value)}\nAssistant: {fact.reply}\n"
         assert rest.startswith(told) and value not in before + rest[len(told) :]
         assert rest.count("\nUser: ") == question.labels["turns"]
+        share = float(str(question.labels["depth"])[:-1]) / 100
+        turns_before = max(1, round(int(question.labels["turns"]) * share / (1 - share))) if share else 0
+        assert before.count("User: ") == turns_before
         assert question.labels["distance_tokens"] == total - at >= min(240, total - 1)
         assert abs(at / total - float(str(question.labels["depth"])[:-1]) / 100) < 0.03
         assert text_of(question.after).strip() == f"User: {fact.ask}\nAssistant: {prime(fact, question)}"

@@ -34,6 +34,7 @@ def text_of(tokens: tuple[int, ...]) -> str:
 def test_a_sample_depends_on_its_number_and_the_seed_alone(name: str) -> None:
     many = asked(name, 8, tokens="256,600")
     assert asked(name, 3, tokens="256,600") == many[:3]
+    assert len({q.labels["value"] for q in many}) >= 5
     other = asked(name, 8, seed=1, tokens="256,600")
     assert [q.name for q in other] == [q.name for q in many] and other != many
 

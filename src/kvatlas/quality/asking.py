@@ -16,7 +16,6 @@ from kvatlas.quality.asking_batches import (
     batches,
     check_questions,
     fed,
-    held_together,
     prefilled,
     reserve_for,
     rows_forked,
@@ -78,24 +77,18 @@ def _ask(
     lm: LM, specs: list[str], batch: list[Question], ended: Ended | None, progress: Progress
 ) -> Iterator[tuple[str, list[Reply]]]:
     """One batch: each strategy with its replies."""
-    tokens = torch.tensor([fed(q) for q in batch], device=lm.facts.device)
-    contexts, reserve, number = [prefilled(q) for q in batch], reserve_for(batch), 0
-    for group in held_together(lm, specs, batch):
-        progress("prefill", number / len(specs))
-        # the reference leads every prefill, asked for or not: its forward is what all see
-        together = [REFERENCE, *(spec for spec in group if spec != REFERENCE)]
-        for spec, cache in compressed(lm, together, contexts, reserve):
-            if spec not in group:
-                continue
-            for row, q in enumerate(batch):
-                for turn in turns(q):
-                    lm.extend(cache, row, turn)
-            for i in range(tokens.shape[1]):
-                logits = lm.step(cache, tokens[:, i])
-            footprint = footprint_of(cache)
-            yield spec, _replies(lm, cache, logits, batch, footprint, ended)
-            number += 1
-            progress(spec, number / len(specs))
+    contexts, reserve = [prefilled(q) for q in batch], reserve_for(batch)
+    progress("prefill", 0.0)
+    # the reference leads every prefill, asked for or not: its forward is what all see
+    together = [REFERENCE, *(spec for spec in specs if spec != REFERENCE)]
+    for number, (spec, cache) in enumerate(compressed(lm, together, contexts, reserve)):
+        if spec not in specs:
+            continue
+        for row, q in enumerate(batch):
+            for turn in turns(q):
+                lm.extend(cache, row, turn)
+        yield spec, Asking(lm, cache, batch, ended).replies()
+        progress(spec, (number + 1) / len(together))
 
 
 def footprint_of(cache: KVCache) -> Footprint:
@@ -133,56 +126,118 @@ class Branch:
         return not self.over and i < self.length
 
 
-def _replies(
-    lm: LM, cache: KVCache, logits: Tensor, batch: list[Question], footprint: Footprint, ended: Ended | None
-) -> list[Reply]:
-    """Each question's reply, from the logits ``[B, V]`` after the fed tokens on. The cache is used up."""
-    rest = logits.float().logsumexp(-1)
-    candidates = [
-        tuple((logits[row, list(q.candidates)].float() - rest[row]).tolist()) if q.candidates else ()
-        for row, q in enumerate(batch)
-    ]
-    branches = [
-        Branch(row, length, choice)
-        for row, q in enumerate(batch)
-        for choice, length in [*((c, len(c.tokens)) for c in q.choices), (None, q.write)]
-    ]
-    stops = set(lm.stop_ids())
-    _note(branches, [b.row for b in branches], logits, 0, stops, ended)
-    _go_on(lm, cache, [b for b in branches if b.goes_on(1)], rows_forked(lm, batch), stops, ended)
-    replies = []
-    for row, scores in enumerate(candidates):
-        *choices, writer = [b for b in branches if b.row == row]
-        values, greedy = tuple(b.total for b in choices), tuple(b.greedy for b in choices)
-        replies.append(Reply(values, greedy, scores, tuple(writer.written), footprint))
-    return replies
+class Asking:
+    """One batch of questions at one compressed cache, which is used up.
 
+    Each sequence is fed its tokens one by one; then come its branches. Where there are choices, all sequences come to
+    them at one step, and the cache is repeated. What is only written is written while others are still fed.
+    """
 
-def _go_on(lm: LM, cache: KVCache, branches: list[Branch], at_once: int, stops: set[int], ended: Ended | None) -> None:
-    """Repeat each row once for each of its branches and step them all together, as many at once as memory allows."""
-    for start in range(0, len(branches), at_once):
-        part = branches[start : start + at_once]
-        own = cache if start + at_once >= len(branches) else copy(cache)
-        rows = [b.row for b in part]
-        if rows != list(range(own.rows)):
-            own.select_rows(rows)
-        i = 1
-        while part:
-            logits = lm.step(own, torch.tensor([b.target(i - 1) for b in part], device=lm.facts.device))
-            _note(part, list(range(len(part))), logits, i, stops, ended)
+    def __init__(self, lm: LM, cache: KVCache, batch: list[Question], ended: Ended | None) -> None:
+        self.lm, self.cache, self.batch, self.ended = lm, cache, batch, ended
+        self.tokens = [fed(q) for q in batch]
+        self.stops = set(lm.stop_ids())
+        self.branches = [
+            [
+                Branch(row, length, choice)
+                for choice, length in [*((c, len(c.tokens)) for c in q.choices), (None, q.write)]
+            ]
+            for row, q in enumerate(batch)
+        ]
+        self.candidates: list[tuple[float, ...]] = [()] * len(batch)
+
+    def replies(self) -> list[Reply]:
+        """Each question's reply."""
+        forked = any(b.choice is not None and b.length > 1 for own in self.branches for b in own)
+        self._feed(writing=not forked)
+        if forked:
+            self._fork()
+        return [
+            Reply(
+                tuple(b.total for b in choices), tuple(b.greedy for b in choices), self.candidates[row],
+                tuple(writer.written), self.footprint,
+            )
+            for row, (*choices, writer) in enumerate(self.branches)
+        ]  # fmt: skip
+
+    def _feed(self, writing: bool) -> None:
+        """Feed every sequence its tokens and, if ``writing``, then what it writes, until all are done."""
+        rows, i, first = list(range(len(self.batch))), 0, min(map(len, self.tokens))
+        while rows:
+            logits = self._step(self.cache, [self._next(row, i) for row in rows])
             i += 1
-            part = _left(own, part, i)
+            if i == first:
+                self.footprint = footprint_of(self.cache)
+            self._arrive([(at, row) for at, row in enumerate(rows) if len(self.tokens[row]) == i], logits)
+            if not writing:
+                rows = rows if i < first else []
+                continue
+            past = [(self.branches[row][-1], at, i - len(self.tokens[row])) for at, row in enumerate(rows)]
+            self._note([entry for entry in past if entry[2] > 0], logits)
+            left = [
+                at for at, row in enumerate(rows)
+                if i < len(self.tokens[row]) or self.branches[row][-1].goes_on(i - len(self.tokens[row]) + 1)
+            ]  # fmt: skip
+            rows = [rows[at] for at in self._stay(self.cache, left, len(rows))]
 
+    def _next(self, row: int, i: int) -> int:
+        own = self.tokens[row]
+        return own[i] if i < len(own) else self.branches[row][-1].target(i - len(own))
 
-def _left(cache: KVCache, branches: list[Branch], i: int) -> list[Branch]:
-    """The branches to step next: those that are over stay along until they are half of all, as rows must be moved."""
-    left = [row for row, b in enumerate(branches) if b.goes_on(i)]
-    if not left:
-        return []
-    if 2 * len(left) > len(branches) or not movable(cache):
-        return branches
-    cache.select_rows(left)
-    return [branches[row] for row in left]
+    def _arrive(self, arrived: list[tuple[int, int]], logits: Tensor) -> None:
+        """Sequences ``(row of logits, question)`` that were fed all of theirs: candidates, and each branch's start."""
+        for at, row in arrived:
+            if wanted := list(self.batch[row].candidates):
+                own = logits[at].float()
+                self.candidates[row] = tuple((own[wanted] - own.logsumexp(-1)).tolist())
+        self._note([(branch, at, 0) for at, row in arrived for branch in self.branches[row]], logits)
+
+    def _fork(self) -> None:
+        """Repeat each row once for each of its branches and step them all, as many at once as memory allows."""
+        branches, at_once = [b for own in self.branches for b in own if b.goes_on(1)], rows_forked(self.lm, self.batch)
+        for start in range(0, len(branches), at_once):
+            part = branches[start : start + at_once]
+            own = self.cache if start + at_once >= len(branches) else copy(self.cache)
+            rows = [b.row for b in part]
+            if rows != list(range(own.rows)):
+                own.select_rows(rows)
+            i = 1
+            while part:
+                logits = self._step(own, [b.target(i - 1) for b in part])
+                self._note([(b, at, i) for at, b in enumerate(part)], logits)
+                i += 1
+                left = [at for at, b in enumerate(part) if b.goes_on(i)]
+                part = [part[at] for at in self._stay(own, left, len(part))]
+
+    def _step(self, cache: KVCache, tokens: list[int]) -> Tensor:
+        return self.lm.step(cache, torch.tensor(tokens, device=self.lm.facts.device))
+
+    def _stay(self, cache: KVCache, left: list[int], rows: int) -> list[int]:
+        """The rows to step next: those that are over stay along until they are half of all, as rows must be moved."""
+        if not left or (2 * len(left) <= rows and movable(cache)):
+            if left:
+                cache.select_rows(left)
+            return left
+        return list(range(rows))
+
+    def _note(self, places: list[tuple[Branch, int, int]], logits: Tensor) -> None:
+        """What the logits ``[R, V]`` say of branches, each ``(branch, its row, the place of the token to come)``."""
+        wanting = [(b, at, i) for b, at, i in places if b.wants(i)]
+        if not wanting:
+            return
+        targets = torch.tensor([b.target(i) for b, _, i in wanting], device=logits.device)
+        rows = torch.tensor([at for _, at, _ in wanting], device=logits.device)
+        picked = logits[rows, targets].float() - logits.float().logsumexp(-1)[rows]
+        best = logits.argmax(-1)[rows]
+        for (branch, _, i), value, token in zip(wanting, picked.tolist(), best.tolist()):
+            if branch.choice is not None:
+                branch.total += value
+                branch.greedy &= token == branch.choice.tokens[i]
+                continue
+            branch.over = token in self.stops
+            if not branch.over:
+                branch.written.append(token)
+                branch.over = self.ended is not None and self.ended(branch.written)
 
 
 def movable(cache: KVCache) -> bool:
@@ -191,25 +246,3 @@ def movable(cache: KVCache) -> bool:
     A reader over slots that evictions have freed looks at them anew, and would see other pages than without the move.
     """
     return not (cache.strategy.keep.evicts and cache.strategy.read.selects)
-
-
-def _note(
-    branches: list[Branch], rows: list[int], logits: Tensor, i: int, stops: set[int], ended: Ended | None
-) -> None:
-    """What the logits ``[R, V]`` say of the token at place ``i`` of each branch, which finds its own in ``rows``."""
-    wanting = [(b, row) for b, row in zip(branches, rows) if b.wants(i)]
-    if not wanting:
-        return
-    targets = torch.tensor([b.target(i) for b, _ in wanting], device=logits.device)
-    own = torch.tensor([row for _, row in wanting], device=logits.device)
-    picked = logits[own, targets].float() - logits.float().logsumexp(-1)[own]
-    best = logits.argmax(-1)[own]
-    for (branch, _), value, token in zip(wanting, picked.tolist(), best.tolist()):
-        if branch.choice is not None:
-            branch.total += value
-            branch.greedy &= token == branch.choice.tokens[i]
-            continue
-        branch.over = token in stops
-        if not branch.over:
-            branch.written.append(token)
-            branch.over = ended is not None and ended(branch.written)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError
 from kvatlas.model.facts import check_prompt
 from kvatlas.quality.question import Question
-from kvatlas.quality.reading import CACHE_BYTES
 
 FORKED_BYTES = 1 << 30
-"""What one strategy's cache may hold once it is repeated for the choices; the rest of ``CACHE_BYTES`` is for others."""
+"""What one strategy's cache of a batch may hold if it keeps everything, once it is repeated for the choices."""
 
 ROWS = 64
 """Sequences in one step: more of them would not be cheaper each."""
@@ -60,13 +59,13 @@ def forks(q: Question) -> int:
 
 def reserve_for(questions: Sequence[Question]) -> int:
     """Tokens to come after the prefill."""
-    return max(sum(map(len, q.live)) + q.to_come for q in questions)
+    return max(sum(map(len, q.live)) for q in questions) + steps_of(questions)
 
 
 def batches(lm: LM, questions: Sequence[Question]) -> list[list[int]]:
     """Numbers of the questions that go together. Depends on the questions and the model's shape alone.
 
-    All of a batch are fed the same number of tokens, so that nothing is padded, and are of about one length.
+    They are of about one length. Those with choices are fed the same number of tokens, so that all fork at one step.
     """
     order = sorted(range(len(questions)), key=lambda i: (*_kind(questions[i]), *_size(questions[i]), i))
     found: list[list[int]] = []
@@ -80,7 +79,9 @@ def batches(lm: LM, questions: Sequence[Question]) -> list[list[int]]:
 
 
 def _kind(q: Question) -> tuple[int, bool]:
-    return len(fed(q)), bool(q.live)
+    """Where choices are scored, all must come to them at one step; what is only written may begin when it will."""
+    forked = any(len(choice.tokens) > 1 for choice in q.choices)
+    return (len(fed(q)) if forked else 0), bool(q.live)
 
 
 def _size(q: Question) -> tuple[int, int, int]:
@@ -93,10 +94,15 @@ def _size(q: Question) -> tuple[int, int, int]:
 
 def _fits(lm: LM, questions: Sequence[Question]) -> bool:
     """Whether these may share a batch: its memory, its rows, and the positions of those that wait for the longest."""
-    tokens, more, limit = max(q.tokens for q in questions), max(map(longest, questions)), lm.facts.max_positions
+    tokens, more, limit = max(q.tokens for q in questions), steps_of(questions), lm.facts.max_positions
     rows = sum(map(forks, questions))
     fits = rows * (tokens + more) * token_bytes(lm) <= FORKED_BYTES and rows <= ROWS
     return fits and (limit is None or tokens + more <= limit)
+
+
+def steps_of(questions: Sequence[Question]) -> int:
+    """Tokens that every sequence of a batch may have to take after its prefill: it waits for the longest."""
+    return max(len(fed(q)) + longest(q) for q in questions)
 
 
 def token_bytes(lm: LM) -> int:
@@ -109,19 +115,3 @@ def rows_forked(lm: LM, questions: Sequence[Question]) -> int:
     """How many sequences of this batch's length may go on at once."""
     length = max(q.tokens for q in questions) + max(map(longest, questions))
     return max(1, min(ROWS, FORKED_BYTES // (length * token_bytes(lm))))
-
-
-def held_together(lm: LM, specs: Sequence[str], questions: Sequence[Question]) -> Iterator[list[str]]:
-    """Strategies whose caches of this batch are held at once, the prefill's own and one repeated cache beside them."""
-    lengths, reserve = [len(prefilled(q)) for q in questions], reserve_for(questions)
-    room = CACHE_BYTES - FORKED_BYTES - sum(lengths) * token_bytes(lm)
-    group: list[str] = []
-    left = room
-    for spec in specs:
-        held = lm.new_cache(spec).bytes_held(lengths, reserve)
-        if group and held > left:
-            yield group
-            group, left = [], room
-        group.append(spec)
-        left -= held
-    yield group

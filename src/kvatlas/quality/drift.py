@@ -13,7 +13,7 @@ from kvatlas.errors import UserError
 from kvatlas.measure.record import REFERENCE
 from kvatlas.model.facts import check_prompt
 from kvatlas.quality.asking import footprint_of
-from kvatlas.quality.asking_batches import batches, held_together
+from kvatlas.quality.asking_batches import batches
 from kvatlas.quality.fidelity import divergence
 from kvatlas.quality.question import Choice, Question
 from kvatlas.quality.reading import Progress, compressed, part_of
@@ -83,29 +83,25 @@ class FidelityTask(Task):
     def _read(
         self, lm: LM, found: dict[str, Found], windows: list[Prompt], asked: list[Question], progress: Progress
     ) -> None:
-        """One batch of windows under every strategy, the reference first in every group."""
+        """One batch of windows under every strategy, the reference first."""
         device = lm.facts.device
         following = torch.tensor([w.continuation for w in windows], device=device)
         fed = torch.cat([torch.tensor([w.ids[-1:] for w in windows], device=device), following[:, :-1]], 1)
-        contexts, reference, done = [w.ids[:-1] for w in windows], list[Tensor](), 0
+        contexts, reference = [w.ids[:-1] for w in windows], list[Tensor]()
         progress("prefill", 0.0)
-        for group in held_together(lm, list(found), asked):
-            order = [REFERENCE, *(spec for spec in group if spec != REFERENCE)]
-            for spec, cache in compressed(lm, order, contexts, self.read):
-                if spec == REFERENCE and reference and spec not in group:
-                    continue
-                values = torch.zeros(len(self.metrics), len(windows), self.read, dtype=torch.float64)
-                for i in range(self.read):
-                    logits = lm.step(cache, fed[:, i])
-                    if i == 0 and spec in group:
-                        found[spec].footprints += [footprint_of(cache)] * len(windows)
-                    if spec == REFERENCE and len(reference) == i:
-                        reference.append(logits.cpu())
-                    values[:, :, i] = _compare(reference[i].to(device), logits, following[:, i])
-                    progress(spec, (done + (i + 1) / self.read) / len(found))
-                if spec in group:
-                    found[spec].samples += self._samples(asked, values)
-                    done += 1
+        order = [REFERENCE, *(spec for spec in found if spec != REFERENCE)]
+        for done, (spec, cache) in enumerate(compressed(lm, order, contexts, self.read)):
+            values = torch.zeros(len(self.metrics), len(windows), self.read, dtype=torch.float64)
+            for i in range(self.read):
+                logits = lm.step(cache, fed[:, i])
+                if spec == REFERENCE:
+                    reference.append(logits.cpu())
+                if i == 0 and spec in found:
+                    found[spec].footprints += [footprint_of(cache)] * len(windows)
+                values[:, :, i] = _compare(reference[i].to(device), logits, following[:, i])
+                progress(spec, (done + (i + 1) / self.read) / len(order))
+            if spec in found:
+                found[spec].samples += self._samples(asked, values)
 
     def _samples(self, asked: list[Question], values: Tensor) -> list[Sample]:
         """``values [metrics, windows, read]`` as means over each window's bins."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvatlas.engine.cache import KVCache
 from kvatlas.engine.lm import LM
-from kvatlas.engine.tee import prefill_many
+from kvatlas.engine.recorded import prefill_many
 
 Progress = Callable[[str, float], None]
 """``progress(what, share)``: what is being done, and how much of the whole is done (0 to 1)."""
@@ -50,12 +50,11 @@ def compressed(
 ) -> Iterator[tuple[str, KVCache]]:
     """Each strategy with its cache, after the contexts (token ids) and the compression, ``reserve`` tokens to come.
 
-    A cache is handed over: nothing else holds it.
+    A cache is handed over: nothing else holds it, and the next is filled when it is asked for.
     """
-    caches = [lm.new_cache(spec) for spec in specs]
-    prefill_many(lm, caches, contexts, reserve)
+    filled = prefill_many(lm, [lm.new_cache(spec) for spec in specs], contexts, reserve)
     for spec in specs:
-        yield spec, caches.pop(0)
+        yield spec, next(filled)[0]
 
 
 def steps(lm: LM, cache: KVCache, tokens: Tensor, fractions: Fractions) -> Iterator[Tensor]:

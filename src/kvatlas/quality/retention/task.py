@@ -50,15 +50,17 @@ class RetentionTask(QuestionTask):
             the compression left. A budget that is a fraction is then one of that prompt, not of the conversation.
         format: ``plain`` (``User:`` and ``Assistant:`` lines) or ``chat`` (the tokenizer's template).
         answer: ``primed`` with its first words, or ``free``.
-        variant: ``one`` fact; ``two`` of different kinds in one turn, of which one is asked for; ``updated``: told in the first
-            turn and corrected later, distance and depth being those of the correction; ``assistant``: told in an answer
-            only; ``all`` of them in turn.
+        variant: ``one`` fact; ``two`` of different kinds in one turn, of which one is asked for; ``updated``: told in
+            the first turn and corrected later, distance and depth being those of the correction; ``assistant``: told in
+            an answer only (the answer then begins with "I told you that"); ``all`` of them in turn.
         fillers: the other turns: ``own``, or those of real dialogues in ``data_dir``: ``mtbench101``, ``sgd``.
 
     The answer begins with "You told me that your dog's name is": with "Your dog's name is" alone a model of this size
     often ranks the value first among the ten and yet goes on with other words (15 of 30 at 700 tokens, against 30).
     Measured on SmolLM2-135M-Instruct (4-bit weights, float32), ``full``, seeds 0 and 1: 21 of 21 recalled up to 1K
     tokens, 13 of 14 at 1-2K, 13 of 14 at 2-4K, 8 of 12 at 4-8K; ``random:0.05`` recalls 1 of 49 up to 4K.
+    Up to 1,000 tokens, seed 3: ``two`` 14 of 15, ``assistant`` 14 of 15, ``updated`` 6 of 15 (stale: the other 9), ``live``
+    7 of 8, ``chat`` 8 of 8 primed and 4 of 8 free (these three up to 512 tokens).
     """
 
     tokens: str | int = "256-4000"

@@ -102,7 +102,9 @@ class KeyValueTask(ListTask):
     Attributes:
         keys: ``uuid`` (36 characters, as there) or ``hex`` (8 characters), for keys and values.
 
-    FIGURES
+    SmolLM2-135M-Instruct (4-bit weights, float32), ``full``, seed 0, ``hex``: 8 of 12 retrieved
+    up to 1,000 tokens (the first and the last pair always, those between in 2 of 9 up to 2,000), 1 of 4 at 2,000:
+    the default ends at 1,000. ``uuid`` was not measured.
     """
 
     keys: str = "hex"
@@ -134,7 +136,8 @@ class KeyValueTask(ListTask):
 class LinesTask(ListTask):
     """Lines such as ``line sunny-lighthouse: REGISTER_CONTENT is <02416>``, after LongEval (Li et al. 2023).
 
-    FIGURES
+    SmolLM2-135M-Instruct (4-bit weights, float32), ``full``, seed 0: 3 of 16 retrieved, 4 each
+    at 256, 512, 1,000 and 2,000 tokens. It is a task for larger models: with so few right answers a loss does not show.
     """
 
     name = "lines"

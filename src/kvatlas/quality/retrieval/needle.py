@@ -28,7 +28,8 @@ class NeedleTask(RetrievalTask):
     Attributes:
         text: what it is hidden in: ``manual`` (Python's), ``moby-dick`` (from ``data_dir``), or a text file.
 
-    FIGURES
+    SmolLM2-135M-Instruct (4-bit weights, float32), ``full``, seed 0: 16 of 16 retrieved, 4 each
+    at 256, 512, 1,000 and 2,000 tokens.
     """
 
     text: str | Path = MANUAL

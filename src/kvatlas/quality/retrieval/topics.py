@@ -14,7 +14,10 @@ from kvatlas.quality.retention.form import Plain, Turn
 from kvatlas.quality.retrieval.task import Hidden, RetrievalTask, room
 
 FILE, EACH = "retention/fillers.json", 500
-ASK, LEAD = "User: What is the first topic that we discussed?\n", "Assistant: The first topic that we discussed is"
+ASK, LEAD = (
+    "User: What is the first topic that we discussed?\n",
+    "Assistant: The first topic that we discussed is the topic of",
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,11 @@ class TopicsTask(RetrievalTask):
     The fact lies always at the start, so that there is no depth to spread over. The other topics are among the ten
     that the first one's rank is taken from.
 
-    FIGURES
+    SmolLM2-135M-Instruct (4-bit weights, float32), ``full``, seed 0: 4 of 4 retrieved at 256
+    tokens, 2 of 4 at 512, 0 of 8 at 1,000 and 2,000, where it names a later topic: the default ends at 512.
     """
+
+    tokens: str | int = "256-512"
 
     name = "topics"
     depths = (0.0,)
