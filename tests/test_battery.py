@@ -13,10 +13,13 @@ from folders import here
 from sentences import word_tokenizer
 from tiny import tiny_model
 
+import kvatlas
 from kvatlas.errors import UserError
+from kvatlas.quality.battery_tasks import make_task
 from kvatlas.quality.cell import QualityRecord
 from kvatlas.quality.cells import read_cells
 from kvatlas.quality.drift import FidelityTask, bins
+from kvatlas.quality.statistics import mcnemar
 from kvatlas.study import battery_run, child, tasks
 from kvatlas.study.battery import chosen_tasks, points
 from kvatlas.study.child import ChildFailed
@@ -279,3 +282,17 @@ def test_the_course_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("read", "want"), [(5, [(0, 5)]), (16, [(0, 16)]), (70, [(0, 16), (16, 64), (64, 70)])])
 def test_bins_of_positions(read: int, want: list[tuple[int, int]]) -> None:
     assert bins(read) == want
+
+
+@pytest.mark.real
+def test_told_facts_go_with_the_cache() -> None:
+    """`full` gives them back; with one token in twenty kept by chance they are gone: the answers come from the cache."""
+    lm = kvatlas.load("smollm2", dtype="float32")
+    task = make_task("retention", tokens="256,512")
+    found = task.run(lm, ["full", "random:0.05", "quest:0.5"], 12, 0, None)
+    hits = {spec: [sample.metrics["recalled"] for sample in one.samples] for spec, one in found.items()}
+    assert sum(hits["full"]) >= 11 and sum(hits["quest:0.5"]) >= 8
+    lost = sum(a > b for a, b in zip(hits["full"], hits["random:0.05"]))
+    assert mcnemar(lost, sum(a < b for a, b in zip(hits["full"], hits["random:0.05"]))) < 0.01
+    kept = [footprint.kept for footprint in found["random:0.05"].footprints]
+    assert max(kept) < 0.12 and all(footprint.kept == 1 for footprint in found["full"].footprints)

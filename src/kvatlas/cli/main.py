@@ -176,7 +176,7 @@ def quality(
     tasks: Annotated[
         str,
         typer.Option(
-            help="retention, reasoning (six tasks), retrieval (four), fidelity; or single tasks: hellaswag, piqa, "
+            help="retention, reasoning (six tasks), retrieval (three), fidelity; or single tasks: hellaswag, piqa, "
             "boolq, openbookqa, winogrande, arc_easy, arc_challenge, copa, rte, needle, keyvalue, lines, topics."
         ),
     ] = "retention,reasoning,retrieval,fidelity",

@@ -35,7 +35,7 @@ class RetentionTask(QuestionTask):
 
     Samples are spread over context lengths (256 to 4,000 tokens unless asked otherwise), turns between the fact and
     the question (1, 2, 4, 8, 12) and the fact's depth in the context (0, 20, 40 % of its tokens, but 256 tokens or
-    more before its end), over 12 kinds of facts in 74 wordings. A sample depends on its number and the seed alone.
+    more before its end), over 12 kinds of facts in 72 wordings. A sample depends on its number and the seed alone.
 
     Metrics: ``recalled``: the greedy answer begins with the value (a free answer holds it). ``rank``: where the value
     stands among ten of its kind, by the log-probability of the first token in which they differ (not for free answers).
@@ -56,11 +56,13 @@ class RetentionTask(QuestionTask):
         fillers: the other turns: ``own``, or those of real dialogues in ``data_dir``: ``mtbench101``, ``sgd``.
 
     The answer begins with "You told me that your dog's name is": with "Your dog's name is" alone a model of this size
-    often ranks the value first among the ten and yet goes on with other words (15 of 30 at 700 tokens, against 30).
+    often ranks the value first among the ten and yet goes on with other words (in the six kinds that were hardest for
+    it, the value's first token came in 15 of 30 conversations of 700 tokens, against 30 of 30).
+
     Measured on SmolLM2-135M-Instruct (4-bit weights, float32), ``full``, seeds 0 and 1: 21 of 21 recalled up to 1K
-    tokens, 13 of 14 at 1-2K, 13 of 14 at 2-4K, 8 of 12 at 4-8K; ``random:0.05`` recalls 1 of 49 up to 4K.
-    Up to 1,000 tokens, seed 3: ``two`` 14 of 15, ``assistant`` 14 of 15, ``updated`` 6 of 15 (stale: the other 9), ``live``
-    7 of 8, ``chat`` 8 of 8 primed and 4 of 8 free (these three up to 512 tokens).
+    tokens, 13 of 14 at 1-2K, 13 of 14 at 2-4K, 8 of 12 at 4-8K; ``random:0.05`` recalls 1 of 49 up to 4K. Seed 3, up to
+    1,000 tokens: ``two`` 14 of 15, ``assistant`` 14 of 15, ``updated`` 6 of 15 (the other 9 stale). Seed 3, up to 512
+    tokens: ``live`` 7 of 8, ``chat`` 8 of 8 primed and 4 of 8 free.
     """
 
     tokens: str | int = "256-4000"
