@@ -286,7 +286,7 @@ def test_bins_of_positions(read: int, want: list[tuple[int, int]]) -> None:
 
 @pytest.mark.real
 def test_told_facts_go_with_the_cache() -> None:
-    """`full` gives them back; with one token in twenty kept by chance they are gone: the answers come from the cache."""
+    """`full` gives them back; with one token in twenty kept by chance they are gone: answers come from the cache."""
     lm = kvatlas.load("smollm2", dtype="float32")
     task = make_task("retention", tokens="256,512")
     found = task.run(lm, ["full", "random:0.05", "quest:0.5"], 12, 0, None)
