@@ -98,8 +98,9 @@ def test_values_are_compared_in_their_own_unit_and_direction():
 
     records = [kl("full", None, 0.0, 1000.0), kl("h2o", 1.0, 0.0, 1000.0), kl("h2o", 0.5, 0.2, 500.0),
                kl("h2o", 0.1, 1.0, 100.0)]  # fmt: skip
-    row = only(records, metric="fidelity", within=0.1)
+    row = only(records, metric="fidelity.kl", within=0.1)
     assert row.unit == "nats" and row.bytes.value == pytest.approx(750)
+    assert only(records, metric="fidelity", within=5.0).metric == "top1"
     row = only(records, metric="fidelity.top1", within=5.0)  # 10 points at 100 bytes, 2 at 500
     assert row.unit == "points" and row.bytes.value == pytest.approx(500 - 400 * 3 / 8)
     assert match(records, "all").rows[0].metric == "top1"

@@ -26,6 +26,7 @@ from kvatlas.quality.statistics import (
     paired_shift,
     resampled_means,
     resamples_for,
+    sign_flips,
 )
 
 counts = st.integers(0, 60)
@@ -180,6 +181,17 @@ def test_paired_shift_is_rarely_wrong_where_there_is_no_difference():
     random = np.random.default_rng(17)
     false = sum(paired_shift(random.normal(0, 1, 40), np.zeros(40), "", resamples=500).p < 0.05 for _ in range(300))
     assert 4 <= false <= 30
+
+
+def test_sign_flips_by_hand():
+    assert sign_flips([1.0, 2.0]) == 0.5  # two samples can never tell
+    assert sign_flips([1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == pytest.approx(2 / 64)
+    assert sign_flips([3.0, -1.0, 1.0]) == pytest.approx(6 / 8)
+    many = np.random.default_rng(3).normal(0.05, 1, 14)
+    exact = np.mean(
+        [abs((many * [1 - 2 * (i >> k & 1) for k in range(14)]).sum()) >= abs(many.sum()) for i in range(2**14)]
+    )
+    assert sign_flips(many, resamples=20000) == pytest.approx(exact, abs=0.02)
 
 
 # Holm

@@ -19,7 +19,7 @@ class Against:
 
     Attributes:
         difference: strategy minus reference, in the metric's unit.
-        p: two-sided, of one comparison: McNemar's exact test for right or wrong, a paired bootstrap for values.
+        p: two-sided, of one comparison: McNemar's exact test for right or wrong, a sign-flip test for values.
         adjusted: ``p`` after Holm's correction over all cells of the task.
         negatives: for right or wrong: who got which samples right.
     """

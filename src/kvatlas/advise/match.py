@@ -86,8 +86,8 @@ def match(
 
     Args:
         records: cells of any tasks and models.
-        metric: a task (its leading metric), ``TASK.METRIC``, or ``all``: each task's leading metric, or its first share
-            where that is none, and one row more for all of them at once.
+        metric: a task (its first metric that is a share, or else its leading one), ``TASK.METRIC``, or ``all``: each
+            task's first share, and one row more for all of them at once.
         within: percentage points for shares, else in the metric's unit.
         by: ``device``, ``total`` (all tiers) or ``read`` (by one step).
 
@@ -131,10 +131,11 @@ def _choose(battery: Battery, wanted: str, notes: list[str]) -> list[tuple[Asked
 
 def _metric(task: Asked, wanted: str) -> MetricPart | None:
     metrics = task.task.metrics
+    shares = [one for one in metrics if in_points(one)]
     if wanted == ALL:
-        return next((one for one in metrics if in_points(one)), None)
+        return shares[0] if shares else None
     if wanted in (task.name, task.task.name):
-        return metrics[0]
+        return (shares or metrics)[0]
     return next((one for one in metrics if wanted == f"{task.task.name}.{one.name}"), None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +39,10 @@ class Shown(AbstractContextManager["Shown"]):
             self._task, self._said = course.task, now
             print(course.words(), file=sys.stderr, flush=True)
 
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        print(f"\r\033[K{line}" if self.live else line, file=sys.stderr, flush=True)
+
     def __exit__(self, *exc: object) -> None:
         if self.live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -53,9 +58,10 @@ def run_quality(json_file: str | None, **options: Any) -> int:
     plan = make_battery(**options)
     cells = len(plan.points) * len(plan.tasks)
     print(f"{len(plan.points)} strategies x {len(plan.tasks)} tasks = {cells} cells, into {plan.out}", file=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # being asked to end is as good as Ctrl-C
     try:
         with Shown() as shown:
-            outcome = run_quality_battery(plan, shown)
+            outcome = run_quality_battery(plan, shown, shown.say)
     except KeyboardInterrupt:
         print(f"\nstopped; what was finished is kept in {plan.out}, and the same command goes on from there",
               file=sys.stderr)  # fmt: skip

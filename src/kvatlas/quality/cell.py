@@ -82,6 +82,8 @@ class QualityRecord(Part):
     def _says_why(self) -> QualityRecord:
         if (self.status == "ok") != (self.error is None):
             raise ValueError("a record is ok, or it says in `error` why it is not")
+        if self.status == "ok" and not (self.figures and self.samples):
+            raise ValueError("a record that is ok has figures and samples")
         return self
 
 

@@ -17,7 +17,7 @@ class Metric:
     """What a task measures of a sample.
 
     ``right`` is 0 or 1 a sample (accuracy, recalled): a share with Wilson's interval, compared by McNemar's test. A
-    ``value`` is any number (KL, rank, nats): a mean with a bootstrap interval, compared by a paired bootstrap.
+    ``value`` is any number (KL, rank, nats): a mean with a bootstrap interval, compared by flipping signs.
     """
 
     name: str

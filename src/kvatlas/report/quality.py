@@ -150,7 +150,7 @@ def _counts(task: Asked, metric: MetricPart) -> str:
     """n, and what the mark and the small numbers mean."""
     sizes = sorted({figure.n for record in task.ok if (figure := record.figures.get(metric.name))})
     n = f"n = {sizes[0]:,}" if len(sizes) == 1 else f"n = {sizes[0]:,} to {sizes[-1]:,}"
-    test = "McNemar" if metric.kind == "right" else "paired bootstrap"
+    test = "McNemar" if metric.kind == "right" else "paired sign-flip test"
     kind = "Wilson" if metric.kind == "right" else "bootstrap"
     found = list(against(task, metric).values())
     compared = f"; {MARK} differs from full ({test}, Holm over {len(found)}, 5 %)" if found else ""
@@ -212,7 +212,7 @@ def _footprint_table(heads: Sequence[str], cells: dict[str, dict[str, QualityRec
 def _about(battery: Battery) -> str:
     samples = max((figure.n for task in battery.tasks for record in task.ok for figure in record.figures.values()),
                   default=0)  # fmt: skip
-    return f"Measured on {plain(battery.title)}; up to {samples:,} samples a figure."
+    return f"Measured on {plain(battery.title)}; n up to {samples:,}."
 
 
 # Matched points

@@ -72,7 +72,7 @@ def _figures(task: Asked, metric: MetricPart, found: Mapping[str, Against], tone
 
     sizes = sorted({figure.n for record in task.ok if (figure := record.figures.get(metric.name))})
     n = f"n = {sizes[0]:,}" if len(sizes) == 1 else f"n = {sizes[0]:,} to {sizes[-1]:,}"
-    test = "McNemar’s exact test" if metric.kind == "right" else "a paired bootstrap"
+    test = "McNemar’s exact test" if metric.kind == "right" else "a paired sign-flip test"
     kind = "Wilson" if metric.kind == "right" else "bootstrap"
     told = f"{n} in every cell. Small: the 95 % interval ({kind})."
     if found:

@@ -95,6 +95,8 @@ def make_battery(
         raise UserError(f"--limit must be 1 sample or more, not {limit}")
     if threads is not None and not 1 <= threads <= 4096:
         raise UserError(f"--threads must be 1 or more, not {threads}")
+    if rest.get("timeout", 1.0) <= 0:
+        raise UserError(f"--timeout must be above 0 seconds, not {rest['timeout']:g}")
     one_of("--dtype", dtype, DTYPES)
     one_of("--load-format", rest.get("load_format", "auto"), LOAD_FORMATS)
     check_device(rest.get("device", "cpu"))
@@ -198,9 +200,10 @@ def chosen_tasks(texts: str, options: Mapping[str, Any]) -> dict[str, dict[str, 
     names = [name for text in texts.split(",") if text.strip() for name in GROUPS.get(text.strip(), (text.strip(),))]
     if not names:
         raise UserError(f"no tasks given; write for example --tasks {TASKS}")
-    strange = next((name for name in names if name not in battery_tasks.NAMES), None)
-    if strange is not None:
-        raise UserError(f"unknown task '{strange}'; {nearest(strange, [*battery_tasks.NAMES, *GROUPS])}")
+    known_names = [*battery_tasks.NAMES, *GROUPS]
+    strange = [name for name in names if name not in battery_tasks.NAMES]
+    if strange:
+        raise UserError("; ".join(f"unknown task '{name}'; {nearest(name, known_names)}" for name in strange))
     given = {key: value for key, value in options.items() if value is not None}
     known = {name: battery_tasks.options_of(name) for name in dict.fromkeys(names)}
     for key in given:

@@ -15,6 +15,7 @@ from kvatlas.study.child import ChildFailed, Workers
 from kvatlas.study.progress import clock
 
 Shown = Callable[["BatteryCourse"], None]
+Say = Callable[[str], None]
 
 
 @dataclass
@@ -63,7 +64,7 @@ class BatteryOutcome:
     warnings: list[str]
 
 
-def run_quality_battery(plan: Battery, shown: Shown) -> BatteryOutcome:
+def run_quality_battery(plan: Battery, shown: Shown, say: Say = lambda line: None) -> BatteryOutcome:
     """Measure every cell of the plan that is not in ``plan.out`` yet.
 
     A process that ends without a word (out of memory) is started again with that task's strategies one by one; a cell
@@ -93,6 +94,7 @@ def run_quality_battery(plan: Battery, shown: Shown) -> BatteryOutcome:
                 if len(at) < 3:
                     raise UserError(f"the battery could not be started: {error.error}") from error
                 task, spec = at[0], at[1]
+                say(f"{task}: the process ended ({error.error}); starting it again")
                 if task not in apart:
                     apart.append(task)
                 elif spec and [task, spec] not in [one[:2] for one in lost]:

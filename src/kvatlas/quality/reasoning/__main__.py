@@ -27,6 +27,11 @@ def main() -> None:
     except UserError as error:
         print(f"kvatlas: {error}", file=sys.stderr)
         sys.exit(2)
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):
+            raise
+        print(f"kvatlas: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
