@@ -67,9 +67,9 @@ def write_json(path: str, records: list[Record]) -> None:
     """All records in one file."""
     import json
 
-    from kvatlas.study.store import write_text
+    from kvatlas.measure.files import write_whole
 
-    write_text(Path(path), json.dumps([record.model_dump(mode="json") for record in records], indent=1) + "\n")
+    write_whole(Path(path), json.dumps([record.model_dump(mode="json") for record in records], indent=1) + "\n")
 
 
 def _check_file(option: str, path: str) -> None:

@@ -126,10 +126,10 @@ def _records(folder: str) -> list[QualityRecord]:
 
 
 def _write_json(path: str, records: list[QualityRecord]) -> None:
-    from kvatlas.study.store import write_text
+    from kvatlas.measure.files import write_whole
 
     text = json.dumps([record.model_dump(mode="json") for record in records], indent=1)
-    write_text(Path(path).expanduser(), text + "\n")
+    write_whole(Path(path).expanduser(), text + "\n")
 
 
 def _plain(value: Any) -> Any:

@@ -6,13 +6,12 @@ import base64
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from kvatlas.errors import UserError
+from kvatlas.measure.files import write_whole
 from kvatlas.measure.record import Record
 from kvatlas.report import charts
 from kvatlas.report.cells import STATUS, Cell, cautions, cells, facts, name, tones
@@ -39,15 +38,7 @@ def write_report(records: list[Record], path: str | os.PathLike[str]) -> None:
     """Write the report, atomically. Raises `UserError` when there is nothing to report or no place for it."""
     if not records:
         raise UserError("there are no records to report: run `kvatlas compare` first")
-    path = Path(path)
-    text = render(records)
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UserError(f"cannot write the report {path}: {error.strerror or error}") from error
+    write_whole(path, render(records), "the report ")
 
 
 def render(records: list[Record]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from kvatlas.advise.curves import Axis, Battery, batteries
 from kvatlas.advise.match import ALL, ONCE, Match, MatchTable, match
 from kvatlas.errors import UserError
+from kvatlas.measure.files import write_whole
 from kvatlas.measure.schema import REFERENCE
 from kvatlas.quality.cell import QualityRecord
 from kvatlas.report import charts, quality_charts
@@ -40,15 +39,7 @@ def write_quality_page(records: Sequence[QualityRecord], path: str | os.PathLike
     """Write the page, atomically. Raises `UserError` when there is nothing to report or no place for it."""
     if not records:
         raise UserError("there are no quality records to report: run `kvatlas quality` first")
-    path = Path(path)
-    text = render(records)
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UserError(f"cannot write the report {path}: {error.strerror or error}") from error
+    write_whole(path, render(records), "the report ")
 
 
 def render(records: Sequence[QualityRecord]) -> str:

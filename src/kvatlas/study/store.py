@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from kvatlas.errors import UserError
+from kvatlas.measure.files import write_whole
 from kvatlas.measure.record import Record, key, read_records, write_record
 from kvatlas.measure.sample import Sample
 from kvatlas.measure.schema import Quality
@@ -51,7 +50,7 @@ class Store:
 
     def keep_sample(self, written: str, sample: Sample) -> None:
         """Write one finished repeat."""
-        write_text(self.partial / f"{self._stem(written)}.{sample.repeat}.json", sample.model_dump_json())
+        write_whole(self.partial / f"{self._stem(written)}.{sample.repeat}.json", sample.model_dump_json())
 
     def quality(self, written: str) -> Quality | None:
         """What was measured of its quality before."""
@@ -67,7 +66,7 @@ class Store:
         """Into the record if there is one, else beside it until there is."""
         known = self.records().get(written)
         if known is None:
-            write_text(self._quality_file(written), quality.model_dump_json())
+            write_whole(self._quality_file(written), quality.model_dump_json())
         else:
             self.finish(written, known.model_copy(update={"quality": quality}))
 
@@ -87,18 +86,6 @@ class Store:
 
     def _quality_file(self, written: str) -> Path:
         return self.partial / f"{self._stem(written)}.quality.json"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Atomically: a reader sees the old file or the whole new one."""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _sample(text: str) -> Sample | None:
