@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvatlas.errors import UserError
 from kvatlas.quality import asking, asking_batches
 from kvatlas.quality.asking import ask
 from kvatlas.quality.question import Choice, Question, Reply
+from kvatlas.quality.replies import Replies
 from kvatlas.strategy.spec import parse
 
 LOSSY = ("h2o:0.3", "streaming:0.3", "random:0.2", "snapkv:0.3", "quest:0.3,page=4", "infinigen:0.3", "int8")
@@ -146,6 +148,51 @@ def test_specs_together_are_specs_alone_to_the_bit() -> None:
     assert ask(lm, specs[::-1], asked) == together
     for spec in specs:
         assert ask(lm, [spec], asked)[spec] == together[spec], spec
+
+
+def test_finished_batches_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked before a kill is read; the rest gives what an undisturbed run gives, to the last digit."""
+    lm, asked, specs = lm_of("llama"), questions(), ["full", "h2o:0.3", "quest:0.3,page=4"]
+    want, own, seen = ask(lm, specs, asked), asking._ask, []
+
+    def stops(lm: LM, left: list[str], batch: list[Question], *rest: Any) -> Any:
+        for spec, replies in own(lm, left, batch, *rest):
+            if len(seen) == 4:
+                raise KeyboardInterrupt
+            seen.append((spec, batch))
+            yield spec, replies
+
+    kept = Replies(tmp_path / "partial" / "task", ["weights"])
+    monkeypatch.setattr(asking, "_ask", stops)
+    with pytest.raises(KeyboardInterrupt):
+        ask(lm, specs, asked, kept=kept)
+    assert len(list(kept.folder.iterdir())) == 4
+    monkeypatch.setattr(asking, "_ask", own)
+    calls = spy(monkeypatch)
+    assert ask(lm, specs, asked, kept=kept) == want
+    batches = len(asking_batches.batches(lm, asked))
+    assert sum(map(len, calls)) == len(specs) * batches - 4 > 0
+    calls.clear()
+    assert ask(lm, specs, asked, kept=kept) == want and not calls
+    assert ask(lm, ["full"], asked, kept=Replies(kept.folder, ["others"])) == {"full": want["full"]} and calls
+    calls.clear()
+    next(kept.folder.iterdir()).write_text("[{")
+    assert ask(lm, specs, asked, kept=kept) == want and (len(calls) == 1 or calls == [])
+    kept.clear()
+    assert not (tmp_path / "partial").exists()
+
+
+def spy(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Which strategies each batch is asked under."""
+    calls: list[list[str]] = []
+    own = asking._ask
+
+    def asked(lm: LM, left: list[str], *rest: Any) -> Any:
+        calls.append(left)
+        return own(lm, left, *rest)
+
+    monkeypatch.setattr(asking, "_ask", asked)
+    return calls
 
 
 def test_the_reference_leads_every_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

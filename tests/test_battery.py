@@ -153,6 +153,7 @@ def test_a_battery_in_its_own_process(model: Path, tmp_path: Path, cli: Cli) -> 
     assert small.figures["kl"].value > 0 and small.family == "h2o" and small.budget == 0.2
     assert small.footprint.kept.value < 0.3 < full.footprint.kept.value  # type: ignore[union-attr]
     assert (tmp_path / "quality.html").is_file() and "recalled" in out and "to go" in err
+    assert not (tmp_path / ".partial").exists()
     code, _, err = cli(*options(model, tmp_path, "h2o"))
     assert code == 0 and "nothing is missing" in err and cells(tmp_path) == made
     code, out, err = cli("match", tmp_path, "--metric", "fidelity", "--within", 5)

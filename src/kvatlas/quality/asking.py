@@ -23,6 +23,7 @@ from kvatlas.quality.asking_batches import (
 )  # fmt: skip
 from kvatlas.quality.question import Choice, Footprint, Question, Reply
 from kvatlas.quality.reading import Progress, compressed, part_of
+from kvatlas.quality.replies import Replies
 from kvatlas.strategy.spec import parse
 
 Ended = Callable[[Sequence[int]], bool]
@@ -36,6 +37,7 @@ def ask(
     progress: Progress | None = None,
     *,
     ended: Ended | None = None,
+    kept: Replies | None = None,
 ) -> dict[str, list[Reply]]:
     """Every question under every strategy.
 
@@ -48,6 +50,7 @@ def ask(
 
     Args:
         specs: strategies, as the user wrote them.
+        kept: where finished batches are looked up and put.
         ended: whether the tokens written so far are enough; the model's stop tokens always end what is written.
 
     Returns:
@@ -66,9 +69,17 @@ def ask(
     total, done = sum(q.tokens for q in questions), 0
     for numbers in batches(lm, questions):
         batch = [questions[i] for i in numbers]
-        size = sum(q.tokens for q in batch)
-        for spec, replies in _ask(lm, order, batch, ended, part_of(progress, done / total, size / total)):
+        size, left = sum(q.tokens for q in batch), []
+        for spec in order:
+            known = None if kept is None else kept.get(spec, batch)
+            found[spec].update(zip(numbers, known or ()))
+            left += [] if known else [spec]
+        for spec, replies in (
+            _ask(lm, left, batch, ended, part_of(progress, done / total, size / total)) if left else ()
+        ):
             found[spec].update(zip(numbers, replies))
+            if kept is not None:
+                kept.put(spec, batch, replies)
         done += size
     return {spec: [found[spec][i] for i in range(len(questions))] for spec in order}
 

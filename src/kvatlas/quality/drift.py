@@ -17,6 +17,7 @@ from kvatlas.quality.asking_batches import batches
 from kvatlas.quality.fidelity import divergence
 from kvatlas.quality.question import Choice, Question
 from kvatlas.quality.reading import Progress, compressed, part_of
+from kvatlas.quality.replies import Replies
 from kvatlas.quality.task import Found, Metric, Sample, Task
 from kvatlas.workload.text import Prompt, Text, default_text, file_text, prompts
 
@@ -70,7 +71,15 @@ class FidelityTask(Task):
         check_prompt(lm.facts, self.context, self.read)
         return prompts(lm.tokenizer, self._text(), limit, self.context, self.read)
 
-    def run(self, lm: LM, specs: Sequence[str], limit: int, seed: int, progress: Progress | None) -> dict[str, Found]:
+    def run(
+        self,
+        lm: LM,
+        specs: Sequence[str],
+        limit: int,
+        seed: int,
+        progress: Progress | None,
+        kept: Replies | None = None,
+    ) -> dict[str, Found]:
         windows = self.windows(lm, limit)
         found = {spec: Found() for spec in specs}
         asked = [Question(f"window-{i:03d}", w.ids, choices=(Choice(w.continuation),)) for i, w in enumerate(windows)]

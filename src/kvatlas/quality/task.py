@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvatlas.engine.lm import LM
 from kvatlas.quality.question import Footprint, Label, Question, Reply
 from kvatlas.quality.reading import Progress
+from kvatlas.quality.replies import Replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,19 @@ class Task(ABC):
         return {}
 
     @abstractmethod
-    def run(self, lm: LM, specs: Sequence[str], limit: int, seed: int, progress: Progress | None) -> dict[str, Found]:
-        """All samples under every spec. Raises UserError where the data or the model do not allow it."""
+    def run(
+        self,
+        lm: LM,
+        specs: Sequence[str],
+        limit: int,
+        seed: int,
+        progress: Progress | None,
+        kept: Replies | None = None,
+    ) -> dict[str, Found]:
+        """All samples under every spec, those of batches that are ``kept`` without asking again.
+
+        Raises UserError where the data or the model do not allow it.
+        """
 
 
 class QuestionTask(Task):
@@ -70,12 +82,20 @@ class QuestionTask(Task):
     def judge(self, lm: LM, question: Question, reply: Reply) -> dict[str, float]:
         """The metrics of one sample."""
 
-    def run(self, lm: LM, specs: Sequence[str], limit: int, seed: int, progress: Progress | None) -> dict[str, Found]:
+    def run(
+        self,
+        lm: LM,
+        specs: Sequence[str],
+        limit: int,
+        seed: int,
+        progress: Progress | None,
+        kept: Replies | None = None,
+    ) -> dict[str, Found]:
         from kvatlas.quality.asking import ask
 
         asked = self.questions(lm, limit, seed)
         found = {spec: Found() for spec in specs}
-        for spec, replies in ask(lm, specs, asked, progress).items():
+        for spec, replies in ask(lm, specs, asked, progress, kept=kept).items():
             for question, reply in zip(asked, replies):
                 found[spec].samples.append(Sample(question.name, self.judge(lm, question, reply), question.labels))
                 found[spec].footprints.append(reply.footprint)

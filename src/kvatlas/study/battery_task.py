@@ -18,6 +18,7 @@ from kvatlas.quality.battery_tasks import make_task
 from kvatlas.quality.cell import FootprintPart, MetricPart, QualityRecord, SamplePart, TaskPart
 from kvatlas.quality.cells import cell_name, read_cells, write_cell
 from kvatlas.quality.drift import FidelityTask
+from kvatlas.quality.replies import Replies
 from kvatlas.quality.statistics import figures
 from kvatlas.quality.task import Found, QuestionTask, Task
 from kvatlas.strategy.spec import parse
@@ -48,6 +49,10 @@ class Cells:
         ]
         limit, seed = self.job["limits"][name], self.job["seed"]
         return TaskPart(name=name, parameters=task.about(), limit=limit, seed=seed, metrics=metrics)
+
+    def kept(self, name: str) -> Replies:
+        """Where a task's finished batches wait until all of it is done."""
+        return Replies(self.out / ".partial" / name, [self.model.name, self.model.weights, self.job["dtype"]])
 
     def missing(self, name: str) -> list[str]:
         """Specs whose cell of a task is still to be measured."""
@@ -120,6 +125,7 @@ def run_battery(lm: LM, model: Model, job: Mapping[str, Any], progress: Progress
             part = costs[name] * len(group) / len(specs)
             count += _run(lm, cells, name, group, _scaled(progress, done / total, part / total, name, group))
             done += part
+        cells.kept(name).clear()
     return {"measured": count, "cells": len(cells.tasks) * len(cells.families)}
 
 
@@ -128,7 +134,7 @@ def _run(lm: LM, cells: Cells, name: str, specs: list[str], progress: Callable[[
     task, limit, seed = cells.tasks[name], cells.job["limits"][name], cells.job["seed"]
     began = time.perf_counter()
     try:
-        found = task.run(lm, specs, limit, seed, progress)
+        found = task.run(lm, specs, limit, seed, progress, cells.kept(name))
     except UserError as error:
         if len(specs) > 1:
             return sum(_run(lm, cells, name, [spec], progress) for spec in specs)

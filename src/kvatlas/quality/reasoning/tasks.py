@@ -18,6 +18,7 @@ from kvatlas.quality.reasoning.definitions import definition, measured
 from kvatlas.quality.reasoning.extra import need_lm_eval, quiet
 from kvatlas.quality.reasoning.records import NAMES, digest, file_of, read_records
 from kvatlas.quality.reasoning.requests import Share, scores, shares
+from kvatlas.quality.replies import Replies
 from kvatlas.quality.task import Found, Metric, QuestionTask, Sample
 
 if TYPE_CHECKING:
@@ -129,11 +130,21 @@ class ReasoningTask(QuestionTask):
     def judge(self, lm: LM, question: Question, reply: Reply) -> dict[str, float]:
         return self._measure(question.name, scores([(Share(question, tuple(range(len(question.choices)))), reply)]))
 
-    def run(self, lm: LM, specs: Sequence[str], limit: int, seed: int, progress: Progress | None) -> dict[str, Found]:
+    def run(
+        self,
+        lm: LM,
+        specs: Sequence[str],
+        limit: int,
+        seed: int,
+        progress: Progress | None,
+        kept: Replies | None = None,
+    ) -> dict[str, Found]:
         """All samples under every spec. A sample whose choices have different contexts may be several questions."""
         parts = self._shares(lm, limit, seed)
         found = {}
-        for spec, replies in ask(lm, specs, [share.question for own in parts for share in own], progress).items():
+        for spec, replies in ask(
+            lm, specs, [share.question for own in parts for share in own], progress, kept=kept
+        ).items():
             rest, found[spec] = iter(replies), Found(footprints=[reply.footprint for reply in replies])
             for own in parts:
                 name = own[0].question.name.partition("#")[0]
