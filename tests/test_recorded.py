@@ -8,7 +8,7 @@ import pytest
 import torch
 from specs import lm_of, prompts
 
-from kvatlas.engine.recorded import Recorded, prefill_many, prefills_exactly
+from kvatlas.engine.recorded import Recorded, prefill_many
 from kvatlas.strategy.spec import parse
 
 ALIKE = ("full", "paged", "streaming:0.3", "h2o:0.3", "h2o:0.5,gqa=max", "infinigen:0.3", "oracle:0.1", "random:0.3")
@@ -51,8 +51,8 @@ def test_strategies_that_prefill_alike_cost_one_forward() -> None:
 
 def test_which_prefills_are_exact() -> None:
     exact = ("full", "h2o:0.3,prefill=eager", "h2o:0.3,prefill=chunked:8", "streaming:0.3")
-    assert all(prefills_exactly(parse(spec)) for spec in exact)
-    assert not any(prefills_exactly(parse(spec)) for spec in APART)
+    assert all(parse(spec).prefills_exactly for spec in exact)
+    assert not any(parse(spec).prefills_exactly for spec in APART)
 
 
 def test_caches_are_filled_one_after_another() -> None:

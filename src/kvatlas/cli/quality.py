@@ -89,14 +89,6 @@ def run_match(folder: str, metric: str, within: float, by: str, as_json: bool) -
         _print(lambda: match_block(table), lambda: match_text(table))
 
 
-def run_quality_report(folder: str, out: str | None) -> bool:
-    """Page and result block from stored cells; False where the folder has none."""
-    records = read_cells(folder).records
-    if records:
-        _show(records, Path(out) if out else Path(folder) / "quality.html", records)
-    return bool(records)
-
-
 def _show(records: list[QualityRecord], page: Path, reported: list[QualityRecord]) -> None:
     from kvatlas.report.quality import quality_block, quality_text
     from kvatlas.report.quality_page import write_quality_page

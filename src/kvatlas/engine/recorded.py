@@ -13,7 +13,6 @@ from kvatlas.attention.prefill import attend_prefill
 from kvatlas.attention.tiles import Wants
 from kvatlas.engine.cache import KVCache
 from kvatlas.strategy.spec import parse
-from kvatlas.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from kvatlas.engine.lm import LM
@@ -25,9 +24,10 @@ Key = tuple[Wants | None, bool]
 class Recorded:
     """Remembers a forward's queries, keys and values, from which any number of caches are filled, one after another.
 
-    For ``LM.prefill`` it stands where a cache stands. All caches must prefill exactly (``prefills_exactly``), so that
-    each would have continued that forward alike. Attention runs once for each statistic that a rule wants, not once for
-    each cache. It holds queries, keys and values of all layers; only those caches need room besides that are in use.
+    For ``LM.prefill`` it stands where a cache stands. All caches must prefill exactly (``Strategy.prefills_exactly``),
+    so that each would have continued that forward alike. Attention runs once for each statistic that a rule wants, not
+    once for each cache. It holds queries, keys and values of all layers; only those caches need room besides that are
+    in use.
 
     Args:
         caches: fresh ones of one model. The first that prefills in one run gives the output.
@@ -108,11 +108,6 @@ class Recorded:
             own.take(row, q, k, v, None if statistic is None else statistic.clone())
 
 
-def prefills_exactly(strategy: Strategy) -> bool:
-    """Whether a prompt's attention under this strategy is over all raw keys before a query; see `Strategy`."""
-    return strategy.prefills_exactly
-
-
 def prefill_many(
     lm: LM, caches: Sequence[KVCache], prompts: Sequence[Sequence[int]], reserve: int
 ) -> Iterator[tuple[KVCache, Tensor]]:
@@ -129,7 +124,7 @@ def prefill_many(
     """
     waiting = list(caches)
     del caches
-    alike = [cache for cache in waiting if prefills_exactly(cache.strategy)]
+    alike = [cache for cache in waiting if cache.strategy.prefills_exactly]
     with torch.no_grad():
         recorded = Recorded(alike) if alike else None
         logits = None if recorded is None else lm.prefill(cast(KVCache, recorded), prompts, reserve)
@@ -139,7 +134,7 @@ def prefill_many(
     while waiting:
         cache = waiting.pop(0)
         with torch.no_grad():
-            if prefills_exactly(cache.strategy):
+            if cache.strategy.prefills_exactly:
                 assert recorded is not None and logits is not None
                 recorded.fill(cache)
                 after = logits

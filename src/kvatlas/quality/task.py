@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from kvatlas.engine.lm import LM
 from kvatlas.quality.question import Footprint, Label, Question, Reply
@@ -94,13 +94,12 @@ class QuestionTask(Task):
         from kvatlas.quality.asking import ask
 
         asked = self.questions(lm, limit, seed)
-        found = {spec: Found() for spec in specs}
-        for spec, replies in ask(lm, specs, asked, progress, kept=kept).items():
-            for question, reply in zip(asked, replies):
-                found[spec].samples.append(Sample(question.name, self.judge(lm, question, reply), question.labels))
-                found[spec].footprints.append(reply.footprint)
-        return found
+        replied = ask(lm, specs, asked, progress, kept=kept)
+        return {
+            spec: Found(self.samples_of(lm, asked, replies), [reply.footprint for reply in replies])
+            for spec, replies in replied.items()
+        }
 
-
-Options = Mapping[str, Any]
-"""What the user may say for all tasks: ``shots``, ``question``, ``turns``, ``format``, ``data_dir``, ..."""
+    def samples_of(self, lm: LM, asked: Sequence[Question], replies: Sequence[Reply]) -> list[Sample]:
+        """The samples that the questions are: one each, unless a task says otherwise."""
+        return [Sample(q.name, self.judge(lm, q, reply), q.labels) for q, reply in zip(asked, replies)]

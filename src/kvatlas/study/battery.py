@@ -12,10 +12,9 @@ from kvatlas.measure.record import REFERENCE
 from kvatlas.model.load import DTYPES, LOAD_FORMATS
 from kvatlas.strategy.budget import format_budget, parse_budget
 from kvatlas.strategy.spec import parse
-from kvatlas.study.plan import check_device, default_threads, one_of, out_folder, split_specs
+from kvatlas.study.plan import check_device, check_numbers, default_threads, one_of, out_folder, split_specs
 
 STRATEGIES = "h2o,recall,infinigen,quest"
-BUDGETS = "1.0,0.5,0.3,0.2,0.1"
 TASKS = "retention,reasoning,retrieval,fidelity"
 GROUPS = {
     "reasoning": ("hellaswag", "piqa", "boolq", "openbookqa", "winogrande", "arc_easy"),
@@ -93,10 +92,7 @@ def make_battery(
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be 1 sample or more, not {limit}")
-    if threads is not None and not 1 <= threads <= 4096:
-        raise UserError(f"--threads must be 1 or more, not {threads}")
-    if rest.get("timeout", 1.0) <= 0:
-        raise UserError(f"--timeout must be above 0 seconds, not {rest['timeout']:g}")
+    check_numbers(rest, threads)
     one_of("--dtype", dtype, DTYPES)
     one_of("--load-format", rest.get("load_format", "auto"), LOAD_FORMATS)
     check_device(rest.get("device", "cpu"))
@@ -139,12 +135,22 @@ def _points(written: str, sizes: Sequence[float]) -> list[Point]:
     """The points of one strategy."""
     if _with_budget(written, sizes[0]) is None:
         return [Point(written, parse(written).name, None)]
-    if _names_its_budget(written):
-        parse(written)
-        family, budget = _without_budget(written)
-        return [Point(written, family, _number(budget))]
-    specs = [(_with_budget(written, size), size) for size in sizes]
-    return [Point(spec, written, _number(size)) for spec, size in specs if spec is not None]
+    parts = [_taken_apart(part) for part in written.split("+")]
+    own = next((i for i, (_, budget, _) in enumerate(parts) if budget), None)
+    if own is None:
+        return [Point(spec, written, _number(size)) for size in sizes if (spec := _with_budget(written, size))]
+    parse(written)
+    name, budget, rest = parts[own]
+    others = written.split("+")
+    others[own] = name + (f":{rest}" if rest else "")
+    return [Point(written, "+".join(others), _number(parse_budget(budget)))]
+
+
+def _taken_apart(part: str) -> tuple[str, str, str]:
+    """``h2o:0.3,a=b`` -> ``h2o``, ``0.3`` and ``a=b``; what it does not have is empty."""
+    name, _, rest = part.partition(":")
+    first, _, others = rest.partition(",")
+    return (name, "", rest) if "=" in first else (name, first, others)
 
 
 def _number(budget: float) -> float | int:
@@ -156,9 +162,7 @@ def _with_budget(written: str, size: float) -> str | None:
     """The spec with this budget in its first part that takes one; None where none does."""
     parts = written.split("+")
     for i, part in enumerate(parts):
-        name, colon, rest = part.partition(":")
-        if colon and "=" not in rest.split(",")[0]:
-            rest = rest.partition(",")[2]
+        name, _, rest = _taken_apart(part)
         spec = "+".join([*parts[:i], f"{name}:{format_budget(size)}" + (f",{rest}" if rest else ""), *parts[i + 1 :]])
         try:
             parse(spec)
@@ -168,22 +172,6 @@ def _with_budget(written: str, size: float) -> str | None:
             raise
         return spec
     return None
-
-
-def _names_its_budget(written: str) -> bool:
-    return any(":" in part and "=" not in part.partition(":")[2].split(",")[0] for part in written.split("+"))
-
-
-def _without_budget(written: str) -> tuple[str, float]:
-    """``h2o:0.3,a=b`` -> ``h2o:a=b`` and 0.3: the family that a single point lies in."""
-    parts, budget = written.split("+"), 1.0
-    for i, part in enumerate(parts):
-        name, colon, rest = part.partition(":")
-        if colon and "=" not in rest.split(",")[0]:
-            own, _, others = rest.partition(",")
-            budget, parts[i] = parse_budget(own), name + (f":{others}" if others else "")
-            break
-    return "+".join(parts), budget
 
 
 def _budget(text: str) -> float:

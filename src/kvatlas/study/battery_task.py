@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from kvatlas.engine.lm import LM
-from kvatlas.errors import UserError
 from kvatlas.measure.environment import environment
 from kvatlas.measure.figure import Figure
 from kvatlas.measure.schema import Model, Strategy
@@ -35,13 +34,14 @@ class Cells:
         self.job, self.model, self.out = job, model, Path(job["out"])
         self.families = {spec: (family, budget) for spec, family, budget in job["points"]}
         self.tasks = {name: make_task(name, **options) for name, options in job["tasks"].items()}
+        self.parts = {name: self._part(name) for name in self.tasks}
         known = read_cells(self.out).records if self.out.is_dir() else []
         self.known = {self._name(r.strategy.normalised, r.task): r for r in known if r.model.name == model.name}
 
     def _name(self, strategy: str, task: TaskPart) -> str:
         return cell_name(strategy, task, self.model, self.job["dtype"])
 
-    def part(self, name: str) -> TaskPart:
+    def _part(self, name: str) -> TaskPart:
         """What a record says of a task."""
         task = self.tasks[name]
         metrics = [
@@ -56,7 +56,7 @@ class Cells:
 
     def missing(self, name: str) -> list[str]:
         """Specs whose cell of a task is still to be measured."""
-        part = self.part(name)
+        part = self.parts[name]
         return [spec for spec in self.families if self._todo(self.known.get(self._name(parse(spec).name, part)))]
 
     def _todo(self, record: QualityRecord | None) -> bool:
@@ -64,7 +64,7 @@ class Cells:
 
     def write(self, name: str, spec: str, seconds: float, found: Found | None, error: tuple[str, str] | None) -> None:
         """A finished cell, or why it failed."""
-        part, strategy = self.part(name), parse(spec)
+        part, strategy = self.parts[name], parse(spec)
         family, budget = self.families[spec]
         base: dict[str, Any] = (
             {"status": "ok", "error": None} if error is None else dict(zip(("status", "error"), error))
@@ -135,11 +135,6 @@ def _run(lm: LM, cells: Cells, name: str, specs: list[str], progress: Callable[[
     began = time.perf_counter()
     try:
         found = task.run(lm, specs, limit, seed, progress, cells.kept(name))
-    except UserError as error:
-        if len(specs) > 1:
-            return sum(_run(lm, cells, name, [spec], progress) for spec in specs)
-        cells.write(name, specs[0], time.perf_counter() - began, None, ("failed", str(error)))
-        return 1
     except Exception as error:
         if len(specs) > 1:
             return sum(_run(lm, cells, name, [spec], progress) for spec in specs)

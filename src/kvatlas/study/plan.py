@@ -95,7 +95,7 @@ def make_plan(*, model: str, strategies: str, out: str | None, threads: int | No
     Raises:
         UserError: an unknown strategy, a number out of range, a text or folder that cannot be used.
     """
-    _check_numbers(options, threads)
+    check_numbers(options, threads)
     one_of("--dtype", dtype, DTYPES)
     one_of("--load-format", options.get("load_format", "auto"), LOAD_FORMATS)
     chosen = _strategies(strategies)
@@ -166,7 +166,7 @@ def split_specs(texts: str) -> list[str]:
     return specs
 
 
-def _check_numbers(options: dict[str, Any], threads: int | None) -> None:
+def check_numbers(options: dict[str, Any], threads: int | None) -> None:
     for name in ("prompt_tokens", "new_tokens", "batch", "repeats"):
         if options.get(name, 1) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {options[name]}")

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError, nearest
-from kvatlas.quality.asking import ask
 from kvatlas.quality.question import Question, Reply
-from kvatlas.quality.reading import Progress
 from kvatlas.quality.reasoning.definitions import definition, measured
 from kvatlas.quality.reasoning.extra import need_lm_eval, quiet
 from kvatlas.quality.reasoning.records import NAMES, digest, file_of, read_records
 from kvatlas.quality.reasoning.requests import Share, scores, shares
-from kvatlas.quality.replies import Replies
-from kvatlas.quality.task import Found, Metric, QuestionTask, Sample
+from kvatlas.quality.task import Metric, QuestionTask, Sample
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -63,6 +60,7 @@ class ReasoningTask(QuestionTask):
         names = {"acc": "accuracy"}
         self.metrics = tuple(Metric(names.get(metric, metric)) for metric in measured(name))
         self._judges: dict[str, tuple[Any, Asked]] = {}
+        self._parts: list[list[Share]] = []
 
     def about(self) -> dict[str, str | int | float | bool]:
         """Shots, where the records come from, the file's hash, and lm-eval's version."""
@@ -125,32 +123,20 @@ class ReasoningTask(QuestionTask):
     # ------------------------------------------------------------------ what comes back
 
     def questions(self, lm: LM, limit: int, seed: int) -> list[Question]:
-        return [share.question for own in self._shares(lm, limit, seed) for share in own]
+        self._parts = self._shares(lm, limit, seed)
+        return [share.question for own in self._parts for share in own]
 
     def judge(self, lm: LM, question: Question, reply: Reply) -> dict[str, float]:
         return self._measure(question.name, scores([(Share(question, tuple(range(len(question.choices)))), reply)]))
 
-    def run(
-        self,
-        lm: LM,
-        specs: Sequence[str],
-        limit: int,
-        seed: int,
-        progress: Progress | None,
-        kept: Replies | None = None,
-    ) -> dict[str, Found]:
-        """All samples under every spec. A sample whose choices have different contexts may be several questions."""
-        parts = self._shares(lm, limit, seed)
-        found = {}
-        for spec, replies in ask(
-            lm, specs, [share.question for own in parts for share in own], progress, kept=kept
-        ).items():
-            rest, found[spec] = iter(replies), Found(footprints=[reply.footprint for reply in replies])
-            for own in parts:
-                name = own[0].question.name.partition("#")[0]
-                metrics = self._measure(name, scores([(share, next(rest)) for share in own]))
-                found[spec].samples.append(Sample(name, metrics, own[0].question.labels))
-        return found
+    def samples_of(self, lm: LM, asked: Sequence[Question], replies: Sequence[Reply]) -> list[Sample]:
+        """A sample whose choices have different contexts may be several questions."""
+        rest, made = iter(replies), []
+        for own in self._parts:
+            name = own[0].question.name.partition("#")[0]
+            metrics = self._measure(name, scores([(share, next(rest)) for share in own]))
+            made.append(Sample(name, metrics, own[0].question.labels))
+        return made
 
     def _shares(self, lm: LM, limit: int, seed: int) -> list[list[Share]]:
         from kvatlas.quality.reasoning.model import KVAtlasLM
