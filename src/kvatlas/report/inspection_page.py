@@ -15,10 +15,9 @@ from typing import Any
 from kvatlas.errors import UserError
 from kvatlas.quality.inspect import Inspection
 from kvatlas.report import inspection_charts as charts
-from kvatlas.report.charts import library
+from kvatlas.report.html import html
 from kvatlas.report.inspection import PLACES, WORDS, as_json, percent, rows, sentences, title, zone_heads, zones
 from kvatlas.report.inspection_table import HEADS, WHERE, notes, plain_cells
-from kvatlas.report.page import _asset, _csp_hash, _script_json
 
 
 def write_inspection(found: Inspection, folder: str | os.PathLike[str], **about: Any) -> list[Path]:
@@ -53,13 +52,10 @@ def file_name(strategy: str) -> str:
 
 def render(found: Inspection, about: str = "") -> str:
     """The page as a string."""
-    import jinja2
-
-    script, engine = _asset("redraw.js") + _asset("inspection.js"), library()
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(_asset("inspection.html.j2")).render(
+    return html(
+        "inspection.html.j2",
+        ("redraw.js", "inspection.js"),
+        charts.specs(found),
         name=found.strategy.name,
         title=title(found),
         about=about,
@@ -70,11 +66,6 @@ def render(found: Inspection, about: str = "") -> str:
         notes=notes(found),
         words=WORDS,
         answers=found.strategy.answers(),
-        data=_script_json(charts.specs(found)),
-        css=_asset("page.css"),
-        library=engine,
-        script=script,
-        hashes=[_csp_hash(engine), _csp_hash(script)],
     )
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import os
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 from kvatlas.errors import UserError
@@ -16,6 +12,7 @@ from kvatlas.measure.record import Record
 from kvatlas.report import charts
 from kvatlas.report.cells import STATUS, Cell, cautions, cells, facts, name, tones
 from kvatlas.report.findings import findings, headline
+from kvatlas.report.html import html
 from kvatlas.report.metrics import GROUPS, METRICS, Metric, present
 from kvatlas.report.show import details, interval, number, plain, unit
 
@@ -43,38 +40,16 @@ def write_report(records: list[Record], path: str | os.PathLike[str]) -> None:
 
 def render(records: list[Record]) -> str:
     """The page as a string."""
-    import jinja2
-
     found = cells(records)
     colours = tones(found)
     drawn = [_charts(cell, colours) for cell in found]
-    library, script = charts.library(), _asset("redraw.js") + _asset("page.js")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(_asset("report.html.j2")).render(
+    return html(
+        "report.html.j2",
+        ("redraw.js", "page.js"),
+        drawn,
         cells=[_cell(cell, colours, panels) for cell, panels in zip(found, drawn)],
-        data=_script_json(drawn),
         definitions=[(metric.label, metric.means) for metric in present(records) or METRICS] + WORDS,
-        css=_asset("page.css"),
-        library=library,
-        script=script,
-        hashes=[_csp_hash(library), _csp_hash(script)],
     )
-
-
-def _asset(file: str) -> str:
-    return files("kvatlas.report").joinpath(file).read_text(encoding="utf-8")
-
-
-def _csp_hash(script: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
-
-
-def _script_json(value: Any) -> str:
-    """JSON that cannot end its script element."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _charts(cell: Cell, colours: dict[str, int]) -> dict[str, Any]:

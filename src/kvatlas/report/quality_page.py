@@ -12,8 +12,8 @@ from kvatlas.errors import UserError
 from kvatlas.measure.files import write_whole
 from kvatlas.measure.schema import REFERENCE
 from kvatlas.quality.cell import QualityRecord
-from kvatlas.report import charts, quality_charts
-from kvatlas.report.page import _asset, _csp_hash, _script_json
+from kvatlas.report import quality_charts
+from kvatlas.report.html import html
 from kvatlas.report.quality import LEGEND, failure
 from kvatlas.report.quality_show import AXIS_LABELS, asked
 from kvatlas.report.quality_tables import full_figures, match_table, named, strategies, task_tables
@@ -44,27 +44,12 @@ def write_quality_page(records: Sequence[QualityRecord], path: str | os.PathLike
 
 def render(records: Sequence[QualityRecord]) -> str:
     """The page as a string."""
-    import jinja2
-
     found = batteries(records)
     colours = tones(found)
     drawn: list[dict[str, Any]] = []
     models = [_model(battery, colours, drawn) for battery in found]
-    library, script = charts.library(), _asset("redraw.js") + _asset("page.js") + _asset("quality.js")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(_asset("quality.html.j2")).render(
-        models=models,
-        bound=f"{BOUND:g}",
-        match_legend=LEGEND,
-        words=WORDS,
-        data=_script_json(drawn),
-        css=_asset("page.css"),
-        library=library,
-        script=script,
-        hashes=[_csp_hash(library), _csp_hash(script)],
-    )
+    scripts = ("redraw.js", "page.js", "quality.js")
+    return html("quality.html.j2", scripts, drawn, models=models, bound=f"{BOUND:g}", match_legend=LEGEND, words=WORDS)
 
 
 def tones(found: Sequence[Battery]) -> dict[str, int]:
