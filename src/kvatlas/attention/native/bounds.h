@@ -6,7 +6,8 @@
 #include "dots.h"
 #include "parallel.h"
 
-constexpr int64_t PAGES = 256;  // pages per piece of work, at most
+constexpr int64_t PAGES = 256;        // pages per piece of work, at most
+constexpr int64_t AHEAD = 4 * LANES;  // pages by which bounds are fetched before they are used, past the end or not
 
 struct Bounds {
     const char* q;            // [B, H, G, dim], contiguous
@@ -52,13 +53,9 @@ template <class T> static void bound_piece(const Bounds& c, int64_t r, int64_t f
         for (int i = 0; i < LANES; i++) {
             int64_t page = first + std::min(i, count - 1);
             lows[i] = low + page * c.low_step[2], highs[i] = high + page * c.high_step[2];
-            for (int64_t at = 0; at < c.dim * int64_t(sizeof(T)); at += 64) {  // four rounds ahead, past the end or not
-                __builtin_prefetch(lows[i] + 4 * LANES * c.low_step[2] + at);
-                __builtin_prefetch(highs[i] + 4 * LANES * c.high_step[2] + at);
-            }
         }
-        dot_rows<T>(highs, q.row, q.above.data(), q.count, over.data());
-        dot_rows<T>(lows, q.row, q.below.data(), q.count, under.data());
+        dot_rows<T>(highs, q.row, q.above.data(), q.count, over.data(), AHEAD * c.high_step[2]);
+        dot_rows<T>(lows, q.row, q.below.data(), q.count, under.data(), AHEAD * c.low_step[2]);
         Floats best = over[0] + under[0];
         for (int64_t j = 1; j < q.count; j++) best = maximum(best, over[j * (LANES / 4)] + under[j * (LANES / 4)]);
         for (int i = 0; i < count; i++) c.rank[r * c.n + first + i] = best[i];

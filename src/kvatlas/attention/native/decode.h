@@ -60,10 +60,6 @@ struct Block {
     }
 };
 
-static inline void prefetch_row(const char* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
-}
-
 // What a piece of work knows when it is done: per query a maximum, a sum, and the weighted values, in base 2.
 // `values` are spread (dots.h).
 struct Partial {
@@ -72,7 +68,7 @@ struct Partial {
 
 // T: what rows are made of; O: queries and output.
 template <class T, class O = T> struct Decode {
-    using Stored = T;
+    using Query = Own<T>;
     static constexpr int H = HALVES<T>;
     Row row;
     int group;
@@ -80,7 +76,16 @@ template <class T, class O = T> struct Decode {
     float scale;  // includes log2(e)
 
     int64_t values_size() const { return spread_size<T>(row); }
+    int64_t query_size() const { return spread_size<T, Query>(row); }
+    void lay_out(const O* q, Query* to) const {
+        std::fill_n(to, group * query_size(), Query{});
+        for (int j = 0; j < group; j++) spread<T>(q + j * dim, dim, to + j * query_size());
+    }
     int64_t partial_size() const { return group * (values_size() + LANES); }
+    void fetch(const char* const* rows, int count) const {
+        for (int i = 0; i < count; i++)
+            for (int line = 0; line < this->row.lines; line++) fetch_line(rows[i] + line * LINE);
+    }
     Partial partial(float* at) const { return {at, at + group, at + group * LANES}; }
 
     // values[j] += sum over the keys of weight[j, i] * v[i], for L lines of Q queries.
@@ -129,10 +134,10 @@ template <class T, class O = T> struct Decode {
     }
 
     // score[j, i] = scaled dot of query j with key i, -inf past the block's end. Fetches the keys of the next block.
-    void score_block(const Block& block, const Block& next, const float* q, float* score) const {
+    void score_block(const Block& block, const Block& next, const Query* q, float* score) const {
         Floats part[group * (LANES / 4)];
         for (int i = 0; i < block.count; i += LANES) {
-            for (int a = i; a < std::min(i + LANES, next.count); a++) prefetch_row(next.k[a], row.padded());
+            fetch(next.k + i, std::min(LANES, next.count - i));
             dot_rows<T>(block.k + i, row, q, group, part);
             for (int j = 0; j < group; j++) store(score + j * BLOCK + i, part[j * (LANES / 4)] * scale);
         }
@@ -171,18 +176,20 @@ template <class T, class O = T> struct Decode {
     }
 
     // One piece: keys first .. end-1. `probs` (or null) receives the raw scores, `width` apart per query.
-    void piece(const Source& source, const float* q, int64_t first, int64_t end, Partial to, float* probs) const {
+    void piece(const Source& source, const Query* q, int64_t first, int64_t end, Partial to, float* probs) const {
         float score[group * BLOCK];
         clear(to);
         Block blocks[2];
         blocks[0].find(source, first, end);
+        fetch(blocks[0].k, blocks[0].count);
+        fetch(blocks[0].v, blocks[0].count);
         for (int turn = 0; first < end; first += BLOCK, turn ^= 1) {
             const Block &block = blocks[turn], &next = blocks[turn ^ 1];
             blocks[turn ^ 1].find(source, first + BLOCK, end);
             score_block(block, next, q, score);
             if (probs) keep_scores(block, score, first, probs);
             for (int j = 0; j < group; j++) soften(j, score + j * BLOCK, to);
-            for (int a = 0; a < next.count; a++) prefetch_row(next.v[a], row.padded());
+            fetch(next.v, next.count);
             weigh_all(block, score, to.values);
         }
     }
@@ -246,10 +253,8 @@ static void decode(const D& d, int64_t rows, const O* q, O* out, float* lse, flo
         const Piece& piece = pieces[i];
         int64_t r = piece.row, count = (length(r) + SPLIT - 1) / SPLIT;
         float* row_probs = probs ? probs + r * d.group * d.width : nullptr;
-        alignas(64) float queries[d.group * d.values_size()];
-        std::fill_n(queries, d.group * d.values_size(), 0.0f);
-        for (int j = 0; j < d.group; j++)
-            spread<typename D::Stored>(q + (r * d.group + j) * d.dim, d.dim, queries + j * d.values_size());
+        alignas(64) typename D::Query queries[d.group * d.query_size()];
+        d.lay_out(q + r * d.group * d.dim, queries);
         d.piece(source(r), queries, piece.first, piece.end, d.partial(&partials[i * d.partial_size()]), row_probs);
         if (__atomic_sub_fetch(&left[r], 1, __ATOMIC_ACQ_REL)) return;
         d.merge(&partials[first_piece[r] * d.partial_size()], count, out + r * d.group * d.dim, lse + r * d.group);

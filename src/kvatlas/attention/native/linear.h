@@ -16,12 +16,12 @@ struct LinearCall {
 
 // LANES rows of w from `first`, against all of x: y[:, first .. first + LANES - 1].
 template <class T>
-static void linear_rows(const LinearCall& c, Row row, const float* x, int64_t first, T* y) {
+static void linear_rows(const LinearCall& c, Row row, const Own<T>* x, int64_t first, T* y) {
     const char* rows[LANES];
     int count = std::min<int64_t>(LANES, c.n - first);
     for (int i = 0; i < LANES; i++) rows[i] = c.w + (first + std::min(i, count - 1)) * c.k * sizeof(T);
     Floats part[c.m * (LANES / 4)];
-    dot_rows<T>(rows, row, x, c.m, part);
+    dot_rows<T>(rows, row, x, c.m, part, 8 * c.k * sizeof(T));  // two quads ahead
     for (int64_t j = 0; j < c.m; j++)
         for (int i = 0; i < count; i++) from_float(y[j * c.n + first + i], part[j * (LANES / 4)][i]);
 }
@@ -35,20 +35,21 @@ template <class Task> static void for_row_groups(const LinearCall& c, int64_t ro
 
 template <class T> static void linear(const LinearCall& c, T* y, int64_t threads) {
     Row row(c.k * sizeof(T));
-    std::vector<float> x(c.m * spread_size<T>(row));
-    for (int64_t j = 0; j < c.m; j++) spread<T>((const T*)c.x + j * c.k, c.k, &x[j * spread_size<T>(row)]);
+    int64_t size = spread_size<T, Own<T>>(row);
+    std::vector<Own<T>> x(c.m * size);
+    for (int64_t j = 0; j < c.m; j++) spread<T>((const T*)c.x + j * c.k, c.k, &x[j * size]);
     for_row_groups(c, c.k * sizeof(T), threads, [&](int64_t first, int64_t end) {
         for (; first < end; first += LANES) linear_rows<T>(c, row, x.data(), first, y);
     });
 }
 
 #ifdef KVATLAS_AMX
-constexpr int AHEAD = 4096;  // bytes by which w is fetched before it is used
+constexpr int TILE_AHEAD = 4096;  // bytes by which w is fetched before it is used
 
 // 16 rows of w (tile 1) against the packed x (tile 2), summed in tile 0: sum[row of w][row of x].
 static void linear_tile(const LinearCall& c, const uint32_t* x, int64_t first, float* sum) {
     int64_t stride = c.k * 2;
-    const char *w = c.w + first * stride, *ahead = w + AHEAD, *end = c.w + c.n * stride - 1024;
+    const char *w = c.w + first * stride, *ahead = w + TILE_AHEAD, *end = c.w + c.n * stride - 1024;
     _tile_zero(0);
     for (int64_t s = 0; s < c.k / 32; s++, ahead += 1024) {
         for (int line = 0; line < 16 && ahead <= end; line++) __builtin_prefetch(ahead + line * 64);

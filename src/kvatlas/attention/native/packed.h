@@ -67,8 +67,8 @@ struct Side {
     int64_t code_step, scale_step;
 
     void prefetch(int64_t slot) const {
-        __builtin_prefetch(codes + slot * code_step);
-        __builtin_prefetch(scales + slot * scale_step);
+        fetch_line(codes + slot * code_step);
+        fetch_line(scales + slot * scale_step);
     }
 };
 

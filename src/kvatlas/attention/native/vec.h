@@ -16,6 +16,9 @@
 #if defined(KVATLAS_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #define KVATLAS_AMX 1
 #endif
+#if defined(KVATLAS_BF16) && !defined(KVATLAS_AMX)
+#define KVATLAS_PAIRS 1  // vdpbf16ps beats two multiply-adds: AMD
+#endif
 
 #ifdef KVATLAS_AVX512
 constexpr int LANES = 16;
@@ -50,6 +53,9 @@ static inline Floats load(const float* from) {
     return x;
 }
 static inline void store(float* to, Floats x) { memcpy(to, &x, LINE); }
+
+// To the second cache: the first has room for few lines under way, so fetches to there wait for each other.
+static inline void fetch_line(const char* from) { __builtin_prefetch(from, 0, 2); }
 
 // A row is whole lines and maybe a part of one, which must not be read past its end.
 struct Row {
