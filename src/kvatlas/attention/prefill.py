@@ -46,41 +46,61 @@ def attend_prefill(
     ends: int | None = None,
     rotate: Rotate | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend causally with T new tokens of one sequence.
+    """`attend_for` with one statistic or none."""
+    out, statistics = attend_for(q, k, v, how, (wants,), past=past, first=first, ends=ends, rotate=rotate)
+    return out, statistics[0]
+
+
+def attend_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    how: Prefill,
+    wants: Sequence[Wants | None],
+    *,
+    past: Sequence[Tile] = (),
+    first: int = 0,
+    ends: int | None = None,
+    rotate: Rotate | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Attend causally with T new tokens of one sequence, once for any number of statistics.
 
     Args:
         q: ``[Hq, T, D]``; k, v: ``[H, T, D]``, all raw.
+        wants: the per-key statistics to return, None for none.
         past: tiles of what is stored for this sequence (batch of one), without holes.
         first: true position of the first new token.
-        wants: the per-key statistic to return.
         ends: position after the last token of the prompt that the run belongs to (None: the run's own end).
         rotate: needed when a tile has ``query_at``.
 
     Returns:
-        output ``[T, Hq, D]`` and the statistic of ``past + T`` keys (see ``Wants``; stored keys first), or None.
+        output ``[T, Hq, D]`` and each statistic of ``past + T`` keys (see ``Wants``; stored keys first), or None.
     """
     past = [piece for tile in past for piece in raw_tiles(tile, q.dtype)]
-    counted = _counted(wants, first, q.shape[1], ends)
+    counted = [_counted(each, first, q.shape[1], ends) for each in wants]
     if how.eager and not past and how.window is None:
         return _eager(q, k, v, how, wants, counted, first)
     parts = [_over_past(q, tile, how, first, rotate) for tile in past]
     parts.append(_windowed(q, k, v, how) if how.window and how.window < q.shape[1] else _causal(q, k, v, how))
     total = merge(parts, None if how.sink is None else how.sink.view(-1, 1))
-    statistic = None
-    if wants is not None:
-        stored = [_contiguous(tile)[0] for tile in past]
-        seen_keys = torch.arange(1, q.shape[1] + 1, device=q.device) + sum(keys.shape[1] for keys in stored)
+    stored = [_contiguous(tile)[0] for tile in past]
+    seen_keys = torch.arange(1, q.shape[1] + 1, device=q.device) + sum(keys.shape[1] for keys in stored)
+    behind = [first - at for at in _positions(past, stored)]
+
+    def statistic(wanted: Wants, counted: int) -> Tensor:
         columns = [
-            key_statistic(_seen_from(q, tile, rotate), keys, total.lse, wants, scale=how.scale, causal=False,
-                          counted=counted, first=first, seen_keys=seen_keys, behind=first - at)
-            for tile, keys, at in zip(past, stored, _positions(past, stored))
+            key_statistic(_seen_from(q, tile, rotate), keys, total.lse, wanted, scale=how.scale, causal=False,
+                          counted=counted, first=first, seen_keys=seen_keys, behind=gap)
+            for tile, keys, gap in zip(past, stored, behind)
         ]  # fmt: skip
         columns.append(
-            key_statistic(q, k, total.lse, wants, scale=how.scale, causal=True, counted=counted, first=first,
+            key_statistic(q, k, total.lse, wanted, scale=how.scale, causal=True, counted=counted, first=first,
                           seen_keys=seen_keys)
         )  # fmt: skip
-        statistic = torch.cat(columns, dim=1)
-    return total.out.transpose(0, 1), statistic
+        return torch.cat(columns, dim=1)
+
+    found = [None if each is None else statistic(each, rows) for each, rows in zip(wants, counted)]
+    return total.out.transpose(0, 1), found
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, how: Prefill) -> Partial:
@@ -146,8 +166,8 @@ def _counted(wants: Wants | None, first: int, n: int, ends: int | None) -> int:
 
 
 def _eager(
-    q: Tensor, k: Tensor, v: Tensor, how: Prefill, wants: Wants | None, counted: int, first: int
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, how: Prefill, wants: Sequence[Wants | None], counted: Sequence[int], first: int
+) -> tuple[Tensor, list[Tensor | None]]:
     """The whole matrix at once: what scoring prefills did before, kept to reproduce what the study measured."""
     heads, group, rows = k.shape[0], q.shape[0] // k.shape[0], q.shape[1]
     scores = row_scores(q.view(heads, group, rows, -1), k, how.scale)
@@ -157,7 +177,8 @@ def _eager(
         lse = torch.logaddexp(lse, how.sink.float().view(heads, group, 1, 1))
     p = torch.exp(scores - lse)
     out = torch.matmul(p.to(v.dtype), v.unsqueeze(1)).reshape(q.shape).transpose(0, 1)
-    return out, None if wants is None else _matrix_statistic(p, wants, counted, first)
+    found = [None if each is None else _matrix_statistic(p, each, rows, first) for each, rows in zip(wants, counted)]
+    return out, found
 
 
 def _matrix_statistic(p: Tensor, wants: Wants, counted: int, first: int) -> Tensor:

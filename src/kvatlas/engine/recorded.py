@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from kvatlas.attention.prefill import attend_prefill
+from kvatlas.attention.prefill import Prefill, attend_for
 from kvatlas.attention.tiles import Wants
 from kvatlas.engine.cache import KVCache
 from kvatlas.strategy.spec import parse
@@ -25,8 +25,8 @@ class Recorded:
     """Remembers a forward's queries, keys and values, from which any number of caches are filled, one after another.
 
     For ``LM.prefill`` it stands where a cache stands. All caches must prefill exactly (``Strategy.prefills_exactly``),
-    so that each would have continued that forward alike. Attention runs once for each statistic that a rule wants, not
-    once for each cache. It holds queries, keys and values of all layers; only those caches need room besides that are
+    so that each would have continued that forward alike. Attention runs once, and each statistic that a rule wants is
+    taken once, not once for each cache. It holds queries, keys and values of all layers; only those caches need room besides that are
     in use.
 
     Args:
@@ -74,16 +74,22 @@ class Recorded:
         """One sequence's whole prompt ``q [Hq, T, D]``, ``k, v [H, T, D]`` -> ``[T, Hq, D]``."""
         assert (layer, row) not in self._runs, "a recording serves prompts; later turns meet what each strategy left"
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        done: dict[Key, tuple[Tensor, Tensor | None]] = {}
+        outs, found = [], {}
+        for how, wants in self._asked(layer).items():
+            out, statistics = attend_for(q, k, v, how, wants)
+            outs.append(out)
+            found |= {(each, how.eager): statistic for each, statistic in zip(wants, statistics)}
+        self._runs[layer, row], self._statistics[layer, row] = (q, k, v), found
+        return outs[0]
+
+    def _asked(self, layer: int) -> dict[Prefill, list[Wants | None]]:
+        """What the caches want of the attention, by the way they attend; the way of the first cache comes first."""
+        asked: dict[Prefill, list[Wants | None]] = {}
         for cache in self.caches:
             own = cache.layers[layer]
-            if not cache.strategy.prefill.chunk and (key := (own.wants, own.how.eager)) not in done:
-                done[key] = attend_prefill(q, k, v, own.how, wants=own.wants)
-        if not done:
-            done[None, False] = attend_prefill(q, k, v, self.caches[0].layers[layer].how)
-        self._runs[layer, row] = q, k, v
-        self._statistics[layer, row] = {key: statistic for key, (_, statistic) in done.items()}
-        return next(iter(done.values()))[0]
+            if not cache.strategy.prefill.chunk and own.wants not in asked.setdefault(own.how, []):
+                asked[own.how].append(own.wants)
+        return asked or {self.caches[0].layers[layer].how: [None]}
 
     # -------------------------------------------------------------------- and fills some
 

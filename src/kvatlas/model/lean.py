@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # attend(layer, q [B,Hq,T,D], k [B,Hkv,T,D], v [B,Hkv,T,D], x [B,T,hidden]) -> [B,T,Hq*D]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+# The attention's input [n, hidden], q and k after norm and rotation [n, Hq + Hkv, D], v [n, Hkv, D]; n = B * T
+_Entered = tuple[Tensor, Tensor, Tensor]
+
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _PLAIN = {
     "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
@@ -48,6 +51,12 @@ class _Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+    def fusible(self) -> bool:
+        """Whether there is nothing between its attention and the next but what `small.between` does."""
+        extra = (self.qkv_bias, self.qk_norm, self.out_bias, self.gate_up_bias, self.down_bias)
+        widths = (self.out.shape[1], self.down.shape[1], self.down.shape[0])
+        return all(part is None for part in extra) and not any(width % 8 for width in widths)
 
 
 class LeanDecoder:
@@ -95,14 +104,15 @@ class LeanDecoder:
         batch, length = ids.shape
         x = F.embedding(ids, self.model.model.embed_tokens.weight).view(batch * length, -1)
         cos, sin = self._cos_sin(x, positions)
+        entered = self._enter(self.layers[0], x, cos, sin)
         for number, layer in enumerate(self.layers):
-            h = _rms_norm(x, layer.norm, self.eps)
-            q, k, v = self._qkv(layer, h, cos, sin, batch, length)
-            seen = attend(number, q, k, v, h.view(batch, length, -1))
-            x = x + linear(seen.reshape(batch * length, -1), layer.out, layer.out_bias)
-            h = _rms_norm(x, layer.mlp_norm, self.eps)
-            h = _silu_mul(linear(h, layer.gate_up, layer.gate_up_bias))
-            x.add_(linear(h, layer.down, layer.down_bias))
+            q, k, v, h = self._by_sequence(entered, batch, length)
+            seen = attend(number, q, k, v, h).reshape(batch * length, -1)
+            following = self.layers[number + 1] if number + 1 < len(self.layers) else None
+            if few(x) and self._fusible and small.fuses():
+                entered = self._fused(layer, following, seen, x, cos, sin)
+            else:
+                entered = self._leave(layer, following, seen, x, cos, sin)
         last = x.view(batch, length, -1)[:, -1]
         return linear(_rms_norm(last, self.model.model.norm.weight, self.eps), self.model.lm_head.weight, None)
 
@@ -119,22 +129,47 @@ class LeanDecoder:
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         return cos.view(-1, 1, self.head_dim), sin.view(-1, 1, self.head_dim)
 
-    def _qkv(
-        self, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k (normed and rotated together) and v, each [B, heads, T, D] (views), from h [B*T, hidden]."""
-        rotated = self.heads + self.kv_heads
-        qkv = linear(h, layer.qkv, layer.qkv_bias).view(batch * length, rotated + self.kv_heads, self.head_dim)
-        qk = qkv[:, :rotated]
+    def _enter(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> _Entered:
+        """The attention's input, from the residual x [B*T, hidden]."""
+        h = _rms_norm(x, layer.norm, self.eps)
+        qk, v = self._heads(linear(h, layer.qkv, layer.qkv_bias))
         if layer.qk_norm is not None:
             qk = _rms_norm(qk, layer.qk_norm, self.eps)
-        qk = _rope(qk, cos, sin).view(batch, length, rotated, self.head_dim).transpose(1, 2)
-        v = qkv[:, rotated:].view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        return qk[:, : self.heads], qk[:, self.heads :], v
+        return h, _rope(qk, cos, sin), v
+
+    def _leave(
+        self, layer: _Layer, following: _Layer | None, seen: Tensor, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> _Entered:
+        """From the attention's output ``seen`` to the next attention's input, if any; x is followed in place."""
+        x.add_(linear(seen, layer.out, layer.out_bias))
+        h = _silu_mul(linear(_rms_norm(x, layer.mlp_norm, self.eps), layer.gate_up, layer.gate_up_bias))
+        x.add_(linear(h, layer.down, layer.down_bias))
+        return (h, h, h) if following is None else self._enter(following, x, cos, sin)
+
+    def _fused(
+        self, layer: _Layer, following: _Layer | None, seen: Tensor, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> _Entered:
+        """`_leave` in one native call."""
+        ahead = (None, None) if following is None else (following.norm, following.qkv)
+        weights = small.Weights(layer.out, layer.mlp_norm, layer.gate_up, layer.down, *ahead)
+        h, qkv = small.between(weights, seen, x, cos, sin, self.heads + self.kv_heads, self.eps)
+        return (h, h, h) if following is None else (h, *self._heads(qkv))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [n, Hq + Hkv, D], and v [n, Hkv, D], of qkv [n, (Hq + 2 Hkv) D] (views)."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        return heads[:, : self.heads + self.kv_heads], heads[:, self.heads + self.kv_heads :]
+
+    def _by_sequence(self, entered: _Entered, batch: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v, each [B, heads, T, D], and the attention's input [B, T, hidden] (views)."""
+        h, qk, v = entered
+        qk, v = (part.unflatten(0, (batch, length)).transpose(1, 2) for part in (qk, v))
+        return qk[:, : self.heads], qk[:, self.heads :], v, h.view(batch, length, -1)
 
     @torch.no_grad()
     def _merge(self) -> None:
         self.layers = [self._merged(layer) for layer in self.model.model.layers]
+        self._fusible = all(layer.fusible() for layer in self.layers)
 
     def _merged(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

@@ -1,5 +1,7 @@
 // Dot products of many rows in memory with a few vectors at hand: scores of a decode step, and skinny matrix products.
 #pragma once
+#include <type_traits>
+
 #include "vec.h"
 
 #ifdef KVATLAS_AVX512
@@ -66,6 +68,8 @@ template <class T, class X = float> static inline int64_t spread_place(int64_t d
 }
 
 template <class T, class X, class From> static inline void spread(const From* from, int64_t dim, X* to) {
+    if constexpr (std::is_same_v<X, From>)
+        if (spread_place<T, X>(dim - 1) == dim - 1) return (void)memcpy(to, from, dim * sizeof(X));
     for (int64_t d = 0; d < dim; d++) from_float(to[spread_place<T, X>(d)], to_float(from[d]));
 }
 

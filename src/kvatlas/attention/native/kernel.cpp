@@ -1,4 +1,5 @@
 // The C interface: plain pointers, strides in elements, sizes as int64. ops.py is its only caller and checks shapes.
+#include "between.h"
 #include "bounds.h"
 #include "choose.h"
 #include "decode.h"
@@ -136,6 +137,20 @@ void kvatlas_linear(int64_t half, const void* x, const void* w, void* y, int64_t
     if (half && fits_tiles(call)) return linear_tiles(call, (bf16*)y, threads);
 #endif
     half ? linear<bf16>(call, (bf16*)y, threads) : linear<float>(call, (float*)y, threads);
+}
+
+// sizes: rows, attended, hidden, inner, width, heads, dim.
+void kvatlas_between(int64_t half, const void* out, const void* mlp_norm, const void* gate_up, const void* down,
+                     const void* norm, const void* qkv_weight, const void* seen, void* x, void* h, void* qkv,
+                     const void* cos, const void* sin, const int64_t* sizes, float eps, int64_t threads) {
+    Widths of{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        Weights<T> w{(const T*)out, (const T*)mlp_norm, (const T*)gate_up,
+                     (const T*)down, (const T*)norm, (const T*)qkv_weight};
+        between(w, of, (const T*)seen, (T*)x, (T*)h, (T*)qkv, (const T*)cos, (const T*)sin, eps, threads);
+    };
+    half ? call(bf16{}) : call(float{});
 }
 
 void kvatlas_rms_norm(int64_t half, const void* x, const void* weight, void* y, int64_t rows, int64_t n, float eps) {

@@ -26,11 +26,16 @@ static void linear_rows(const LinearCall& c, Row row, const Own<T>* x, int64_t f
         for (int i = 0; i < count; i++) from_float(y[j * c.n + first + i], part[j * (LANES / 4)][i]);
 }
 
-// Pieces of about 64 KiB of w, so that threads finish together.
-template <class Task> static void for_row_groups(const LinearCall& c, int64_t row_bytes, int64_t threads, Task task) {
+// Pieces of about 64 KiB of w, so that threads finish together: each(count, piece) calls piece(i) for all of them.
+template <class Each, class Task>
+static void for_row_groups(const LinearCall& c, int64_t row_bytes, Each each, Task task) {
     int64_t groups = (c.n + LANES - 1) / LANES, chunk = std::max<int64_t>(1, 65536 / (LANES * row_bytes));
-    for_each(threads, (groups + chunk - 1) / chunk,
-             [&](int64_t i) { task(i * chunk * LANES, std::min(c.n, (i + 1) * chunk * LANES)); });
+    each((groups + chunk - 1) / chunk,
+         [&](int64_t i) { task(i * chunk * LANES, std::min(c.n, (i + 1) * chunk * LANES)); });
+}
+
+static inline auto on_threads(int64_t threads) {
+    return [=](int64_t count, auto piece) { for_each(threads, count, piece); };
 }
 
 template <class T> static void linear(const LinearCall& c, T* y, int64_t threads) {
@@ -38,7 +43,7 @@ template <class T> static void linear(const LinearCall& c, T* y, int64_t threads
     int64_t size = spread_size<T, Own<T>>(row);
     std::vector<Own<T>> x(c.m * size);
     for (int64_t j = 0; j < c.m; j++) spread<T>((const T*)c.x + j * c.k, c.k, &x[j * size]);
-    for_row_groups(c, c.k * sizeof(T), threads, [&](int64_t first, int64_t end) {
+    for_row_groups(c, c.k * sizeof(T), on_threads(threads), [&](int64_t first, int64_t end) {
         for (; first < end; first += LANES) linear_rows<T>(c, row, x.data(), first, y);
     });
 }
@@ -69,7 +74,7 @@ static void linear_tiles(const LinearCall& c, bf16* y, int64_t threads) {
         for (int64_t s = 0; s < c.k / 2; s++) memcpy(&x[s * 16 + j], c.x + (j * c.k / 2 + s) * 4, 4);
     TileShapes shapes;
     for (int t = 0; t < 3; t++) shapes.set(t, 16, 64);
-    for_row_groups(c, c.k * 2, threads, [&](int64_t first, int64_t end) {
+    for_row_groups(c, c.k * 2, on_threads(threads), [&](int64_t first, int64_t end) {
         alignas(64) float sum[16][16];
         shapes.use();
         for (; first < end; first += 16) {

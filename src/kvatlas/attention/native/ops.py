@@ -36,6 +36,7 @@ SIGNATURES = {
     "kvatlas_choose": "ppp iii i",
     "kvatlas_choose_pages": "i ppp pp ppp ppp iiiiiii p iii",
     "kvatlas_copy_rows": "ppp iiii p i",
+    "kvatlas_between": "i pppppp pppppp p f i",
     "kvatlas_rms_norm": "i ppp ii f",
     "kvatlas_rope": "i ppp iiii",
 }
