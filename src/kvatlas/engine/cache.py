@@ -81,6 +81,7 @@ class KVCache:
             self.shared.join(self.alive, strategy)
         self._keeps = self._layer_keeps()
         self.layers = [self._layer(i, port, constants) for i in range(shape.layers)]
+        self.foresees = any(layer.read.foresees for layer in self.layers)  # wants the attention input of the one before
         self.started = False
 
     def _layer_keeps(self) -> dict[int, Keep]:
@@ -187,11 +188,6 @@ class KVCache:
     def wants_inputs(self) -> bool:
         """Some layer's store keeps the attention inputs."""
         return self.strategy.place.wants_inputs
-
-    @property
-    def foresees(self) -> bool:
-        """Some layer wants the attention input of the one before."""
-        return any(layer.read.foresees for layer in self.layers)
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> None:
         """Keep, reorder or repeat sequences (forking one repeats it); their state follows."""

@@ -26,8 +26,8 @@ class Recorded:
 
     For ``LM.prefill`` it stands where a cache stands. All caches must prefill exactly (``Strategy.prefills_exactly``),
     so that each would have continued that forward alike. Attention runs once, and each statistic that a rule wants is
-    taken once, not once for each cache. It holds queries, keys and values of all layers; only those caches need room besides that are
-    in use.
+    taken once, not once for each cache. It holds queries, keys and values of all layers; only those caches need room
+    besides that are in use.
 
     Args:
         caches: fresh ones of one model. The first that prefills in one run gives the output.

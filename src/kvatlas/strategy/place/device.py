@@ -11,6 +11,7 @@ from torch import Tensor
 from kvatlas.attention.decode import take_slots
 from kvatlas.attention.tiles import TILE, Tile
 from kvatlas.strategy.answers import Layout, Place, Shared
+from kvatlas.strategy.place.hugepages import zeros
 from kvatlas.strategy.place.store import GROWTH, Bytes, Store, put_slots, storage
 from kvatlas.strategy.registry import Preset, register
 from kvatlas.strategy.view import Column, Selection, Span
@@ -44,8 +45,8 @@ class SlotStore(Store):
     def _empty(self, name: str, capacity: int) -> Tensor:
         spec, layout = self._spec(name), self.layout
         shape = (len(self.lengths), layout.kv_heads, capacity, *spec.tail)
-        # Zeros, not garbage: a weight of 0 times a NaN would be a NaN. The pages cost nothing until they are written.
-        return torch.zeros(shape, dtype=spec.dtype, device=self._device(name))
+        # Zeros, not garbage: a weight of 0 times a NaN would be a NaN.
+        return zeros(shape, spec.dtype, self._device(name))
 
     def _spec(self, name: str) -> Column:
         return next(c for c in self.layout.columns if c.name == name)
