@@ -23,11 +23,11 @@ GROUPS = {
 """Names that stand for several tasks: the six of the study's kind, and what retrieves (``lines`` is too hard for small
 models, and asked for by its own name)."""
 
-LIMITS = {"retention": 100, "fidelity": 8, "needle": 25, "keyvalue": 25, "lines": 25, "topics": 25}
+LIMITS = {"retention": 80, "fidelity": 6, "needle": 20, "keyvalue": 20, "lines": 20, "topics": 20}
 SHOTS = 5
 """Answered examples before a reasoning question: without them a context is too short for a budget to bite."""
 
-REASONING_LIMIT = 40
+REASONING_LIMIT = 32
 """Samples of each task unless the user says otherwise: sized so that the default battery ends within the hour on two
 cores."""
 
