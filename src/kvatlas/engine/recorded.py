@@ -74,7 +74,8 @@ class Recorded:
         """One sequence's whole prompt ``q [Hq, T, D]``, ``k, v [H, T, D]`` -> ``[T, Hq, D]``."""
         assert (layer, row) not in self._runs, "a recording serves prompts; later turns meet what each strategy left"
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        outs, found = [], {}
+        outs: list[Tensor] = []
+        found: dict[Key, Tensor | None] = {}
         for how, wants in self._asked(layer).items():
             out, statistics = attend_for(q, k, v, how, wants)
             outs.append(out)
