@@ -54,7 +54,7 @@ def _matrix(task: Asked, tones: Mapping[str, int], say: Callable[[QualityRecord]
         {**named(family, tones), "cells": [say(points[head]) if head in points else EMPTY for head in heads]}
         for family, points in cells.items()
     ]
-    return {"heads": ["budget", *heads], "rows": rows}
+    return {"heads": [{"name": head} for head in ("budget", *heads)], "rows": rows}
 
 
 def _figures(task: Asked, metric: MetricPart, found: Mapping[str, Against], tones: Mapping[str, int]) -> Said:
@@ -106,26 +106,27 @@ def _negatives(task: Asked, metric: MetricPart, found: Mapping[str, Against], to
 
 
 def match_table(table: MatchTable, tones: Mapping[str, int]) -> Said:
-    """Families down, tasks across, all at once first."""
+    """Tasks down, all at once first, families across: there are more tasks than families."""
     tasks = sorted(dict.fromkeys(row.task for row in table.rows), key=lambda task: task != ONCE)
+    families = list(dict.fromkeys(row.family for row in table.rows))
     units = {task: bytes_unit([row.bytes.value for row in table.rows if row.task == task and row.bytes])
              for task in tasks}  # fmt: skip
     at = {(row.family, row.task): row for row in table.rows}
     rows = [
-        {**named(family, tones), "cells": [_point(at[family, task], units[task]) for task in tasks]}
-        for family in dict.fromkeys(row.family for row in table.rows)
+        {"name": plain(task), "cells": [_point(at[family, task], units[task]) for family in families]} for task in tasks
     ]
-    return {"heads": ["", *map(plain, tasks)], "rows": rows}
+    return {"heads": [{"name": ""}, *(named(family, tones) for family in families)], "rows": rows}
 
 
 def _point(row: Match, unit: Unit) -> Said:
     if row.status not in ("reached", "not bracketed"):
         return {"text": row.status, "small": [plain(row.binding)] if row.binding else [], "details": _sure(row)}
-    share = f"{row.share.value:.0%} of full" if row.share and row.bytes else ""
+    share = f"· {row.share.value:.0%} of full" if row.share and row.bytes else ""
     budget = f"budget {budget_text(row)}" if row.budget else ""
     span = span_text(row.bytes, unit) if row.bytes else span_text(row.share, Unit(0.01, "%")).replace("–", " – ")
     within = f"({budget_span(row)})" if row.budget and budget_span(row) else ""
-    small = [span, share, budget, within, f"for {plain(row.binding)}" if row.binding else "", f"n = {row.n:,}"]
+    lines = ((span, share), (budget, within), (f"for {plain(row.binding)}," if row.binding else "", f"n = {row.n:,}"))
+    small = [" ".join(filter(None, parts)) for parts in lines]
     return {"text": matched(row, unit), "small": [line for line in small if line], "details": _sure(row)}
 
 
