@@ -285,6 +285,29 @@ def test_bins_of_positions(read: int, want: list[tuple[int, int]]) -> None:
     assert bins(read) == want
 
 
+def test_wrong_options_are_said_before_the_model_is_loaded(
+    model: Path, tmp_path: Path, cli: Cli, inside: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "model_of", lambda *_: pytest.fail("the model was loaded"))
+    code, _, told = cli(*options(model, tmp_path / "out", "h2o", "--turns", "two"))
+    assert code == 2 and "unknown turns 'two'" in told and "loading" not in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_stopping_says_whether_anything_is_kept(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child.Workers, "run", stop)
+    code, _, told = cli(*options(model, tmp_path / "out"))
+    assert code == 130 and told.rstrip().endswith("stopped; nothing was finished yet")
+    (tmp_path / "out" / ".partial").mkdir(parents=True)
+    code, _, told = cli(*options(model, tmp_path / "out"))
+    assert code == 130 and f"is kept in {tmp_path / 'out'}" in told
+
+
 @pytest.mark.real
 def test_told_facts_go_with_the_cache() -> None:
     """`full` gives them back; with one token in twenty kept by chance they are gone: answers come from the cache."""

@@ -56,15 +56,16 @@ def run_quality(json_file: str | None, **options: Any) -> int:
     if json_file is not None and not Path(json_file).expanduser().parent.is_dir():
         raise UserError(f"--json {json_file}: there is no folder {Path(json_file).expanduser().parent}")
     plan = make_battery(**options)
-    cells = len(plan.points) * len(plan.tasks)
-    print(f"{len(plan.points)} strategies x {len(plan.tasks)} tasks = {cells} cells, into {plan.out}", file=sys.stderr)
+    cells, tasks = len(plan.points) * len(plan.tasks), "1 task" if len(plan.tasks) == 1 else f"{len(plan.tasks)} tasks"
+    print(f"{len(plan.points)} points of curves x {tasks} = {cells} cells, into {plan.out}", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # being asked to end is as good as Ctrl-C
     try:
         with Shown() as shown:
             outcome = run_quality_battery(plan, shown, shown.say)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was finished is kept in {plan.out}, and the same command goes on from there",
-              file=sys.stderr)  # fmt: skip
+        kept = plan.out.is_dir() and any(plan.out.iterdir())
+        where = f"what was finished is kept in {plan.out}, and the same command goes on from there"
+        print(f"\nstopped; {where if kept else 'nothing was finished yet'}", file=sys.stderr)
         return 130
     for line in outcome.warnings:
         print(line, file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -28,15 +28,24 @@ SINGLE = 1.5
 
 
 class Cells:
-    """The cells of a job: which there are, which are done, and how one is written."""
+    """The cells of a job: which there are, which are done, and how one is written.
 
-    def __init__(self, job: Mapping[str, Any], model: Model) -> None:
-        self.job, self.model, self.out = job, model, Path(job["out"])
+    Raises:
+        UserError: a task's option that is not allowed, or a task without its data.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.job, self.out = job, Path(job["out"])
         self.families = {spec: (family, budget) for spec, family, budget in job["points"]}
         self.tasks = {name: make_task(name, **options) for name, options in job["tasks"].items()}
         self.parts = {name: self._part(name) for name in self.tasks}
+
+    def of(self, model: Model) -> Self:
+        """The same, of this model: only now is it known which are done."""
+        self.model = model
         known = read_cells(self.out).records if self.out.is_dir() else []
         self.known = {self._name(r.strategy.normalised, r.task): r for r in known if r.model.name == model.name}
+        return self
 
     def _name(self, strategy: str, task: TaskPart) -> str:
         return cell_name(strategy, task, self.model, self.job["dtype"])
@@ -100,7 +109,7 @@ def footprint(found: Found) -> FootprintPart:
     )
 
 
-def run_battery(lm: LM, model: Model, job: Mapping[str, Any], progress: Progress) -> dict[str, int]:
+def run_battery(lm: LM, cells: Cells, progress: Progress) -> dict[str, int]:
     """Measure what is missing. All tasks are made, and their data read, before the first is run.
 
     ``job["apart"]`` names tasks whose strategies are run one by one, ``job["lost"]`` the cells that ended the process:
@@ -110,9 +119,9 @@ def run_battery(lm: LM, model: Model, job: Mapping[str, Any], progress: Progress
         how many cells were measured now, and how many there are.
 
     Raises:
-        UserError: a task without its data, or samples that do not fit the model.
+        UserError: samples that do not fit the model.
     """
-    cells = Cells(job, model)
+    job = cells.job
     for name, spec, status, error in job.get("lost", ()):
         cells.write(name, spec, 0.0, None, (status, error))
     todo = {name: specs for name in cells.tasks if (specs := cells.missing(name))}
@@ -174,6 +183,7 @@ def battery(job: dict[str, Any], progress: Progress) -> Any:
     from kvatlas.study.tasks import model_of, model_part
 
     torch.set_num_threads(job["threads"])
+    cells = Cells(job)  # before the model is loaded: what was asked wrongly is said at once
     progress(0.0, "loading the model")
     loaded, lm = model_of(job, job["dtype"])
-    return run_battery(lm, model_part(loaded, lm.facts), job, progress)
+    return run_battery(lm, cells.of(model_part(loaded, lm.facts)), progress)

@@ -97,7 +97,9 @@ def prompts(
         raise UserError("a prompt of 1 token would be the start token alone; use 2 tokens or more")
     each = tokens - len(head) + new_tokens
     if n > len(ids):
-        raise UserError(f"{text.name} has {len(ids)} tokens, too few for {n} different prompts; use fewer")
+        raise UserError(
+            f"{text.name} has {len(ids)} tokens, too few for {n} different prompts; use a longer text or fewer prompts"
+        )
     wanted = offset + (each if overlap else n * each)
     if len(ids) < wanted:
         shape = f"{n} prompts of {tokens} + {new_tokens}" if not overlap else f"a prompt of {tokens} + {new_tokens}"
