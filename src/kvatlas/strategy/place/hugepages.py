@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor
 
 SIZE = 1 << 21
 """Bytes of a large page on x86 and, with pages of 4 KiB, on ARM."""
-
-_MADV_HUGEPAGE = 14
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -25,14 +23,14 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         first = -(-out.data_ptr() // SIZE) * SIZE
         whole = (out.data_ptr() + out.nbytes - first) // SIZE * SIZE
         if whole > 0:
-            ask(first, whole, _MADV_HUGEPAGE)  # a wish: whether it was granted does not matter
+            ask(first, whole, mmap.MADV_HUGEPAGE)  # a wish: whether it was granted does not matter
     return out.zero_()
 
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
     """The system's call, or None where there is none of this meaning."""
-    if sys.platform != "linux":
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     found = ctypes.CDLL(None).madvise
     found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
