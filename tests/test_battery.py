@@ -248,6 +248,7 @@ def test_what_ends_before_any_task_is_said(
         (("--context", 1), "fidelity needs"),
         (("--read", 3000), "3"),
         (("--json", "/nowhere/x.json"), "no folder"),
+        (("--json", "/"), "is a folder"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -83,6 +83,9 @@ def attend_for(
     parts = [_over_past(q, tile, how, first, rotate) for tile in past]
     parts.append(_windowed(q, k, v, how) if how.window and how.window < q.shape[1] else _causal(q, k, v, how))
     total = merge(parts, None if how.sink is None else how.sink.view(-1, 1))
+    out = total.out.transpose(0, 1)
+    if all(each is None for each in wants):
+        return out, [None] * len(wants)
     stored = [_contiguous(tile)[0] for tile in past]
     seen_keys = torch.arange(1, q.shape[1] + 1, device=q.device) + sum(keys.shape[1] for keys in stored)
     behind = [first - at for at in _positions(past, stored)]
@@ -100,7 +103,7 @@ def attend_for(
         return torch.cat(columns, dim=1)
 
     found = [None if each is None else statistic(each, rows) for each, rows in zip(wants, counted)]
-    return total.out.transpose(0, 1), found
+    return out, found
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, how: Prefill) -> Partial:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvatlas.cli.output import check_file, stopped, write_json
 from kvatlas.errors import UserError
 from kvatlas.measure.record import Record, read_records
 
@@ -17,15 +18,13 @@ def run_compare(json: str | None, **options: Any) -> int:
     from kvatlas.study.plan import make_plan
 
     if json is not None:
-        _check_file("--json", json)
+        check_file("--json", json)
     plan = make_plan(**options)
     try:
         with watcher() as shown:
             outcome = compare(plan, shown)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was finished is kept in {plan.out}, and the same command goes on from there",
-              file=sys.stderr)  # fmt: skip
-        return 130
+        return stopped(plan.out)
     if json is not None:
         write_json(json, outcome.records)
     for note in outcome.notes:
@@ -40,7 +39,7 @@ def run_compare(json: str | None, **options: Any) -> int:
 def run_report(folder: str, out: str | None) -> None:
     """Report and result block from stored records."""
     if out is not None:
-        _check_file("--out", out)
+        check_file("--out", out)
     found = read_records(folder)
     for warning in found.warnings:
         print(warning, file=sys.stderr)
@@ -61,21 +60,3 @@ def show(records: list[Record], page: Path, reported: list[Record] | None = None
     else:
         print(result_text(records))
     print(f"report: {page}")
-
-
-def write_json(path: str, records: list[Record]) -> None:
-    """All records in one file."""
-    import json
-
-    from kvatlas.measure.files import write_whole
-
-    write_whole(Path(path), json.dumps([record.model_dump(mode="json") for record in records], indent=1) + "\n")
-
-
-def _check_file(option: str, path: str) -> None:
-    """Raise UserError where no such file can be written."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        raise UserError(f"{option} {path} is a folder; give a file")
-    if not file.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {file.parent}")

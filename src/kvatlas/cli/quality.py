@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvatlas.cli.output import check_file, stopped, write_json
 from kvatlas.errors import UserError
 from kvatlas.quality.cell import QualityRecord
 from kvatlas.quality.cells import read_cells
@@ -53,8 +54,8 @@ def run_quality(json_file: str | None, **options: Any) -> int:
     from kvatlas.study.battery import make_battery
     from kvatlas.study.battery_run import run_quality_battery
 
-    if json_file is not None and not Path(json_file).expanduser().parent.is_dir():
-        raise UserError(f"--json {json_file}: there is no folder {Path(json_file).expanduser().parent}")
+    if json_file is not None:
+        check_file("--json", json_file)
     plan = make_battery(**options)
     cells, tasks = len(plan.points) * len(plan.tasks), "1 task" if len(plan.tasks) == 1 else f"{len(plan.tasks)} tasks"
     print(f"{len(plan.points)} points of curves x {tasks} = {cells} cells, into {plan.out}", file=sys.stderr)
@@ -63,16 +64,13 @@ def run_quality(json_file: str | None, **options: Any) -> int:
         with Shown() as shown:
             outcome = run_quality_battery(plan, shown, shown.say)
     except KeyboardInterrupt:
-        kept = plan.out.is_dir() and any(plan.out.iterdir())
-        where = f"what was finished is kept in {plan.out}, and the same command goes on from there"
-        print(f"\nstopped; {where if kept else 'nothing was finished yet'}", file=sys.stderr)
-        return 130
+        return stopped(plan.out)
     for line in outcome.warnings:
         print(line, file=sys.stderr)
     if outcome.measured == 0:
         print("nothing is missing: every cell was measured before", file=sys.stderr)
     if json_file is not None:
-        _write_json(json_file, outcome.records)
+        write_json(json_file, outcome.records)
     _show(outcome.records, plan.out / "quality.html", read_cells(plan.out).records)
     return 0 if all(record.status == "ok" for record in outcome.records) else 1
 
@@ -116,13 +114,6 @@ def _records(folder: str) -> list[QualityRecord]:
     if not found.records:
         raise UserError(f"{folder} has no quality records; run `kvatlas quality --out {folder}` first")
     return found.records
-
-
-def _write_json(path: str, records: list[QualityRecord]) -> None:
-    from kvatlas.measure.files import write_whole
-
-    text = json.dumps([record.model_dump(mode="json") for record in records], indent=1)
-    write_whole(Path(path).expanduser(), text + "\n")
 
 
 def _plain(value: Any) -> Any:

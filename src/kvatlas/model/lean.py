@@ -104,15 +104,13 @@ class LeanDecoder:
         batch, length = ids.shape
         x = F.embedding(ids, self.model.model.embed_tokens.weight).view(batch * length, -1)
         cos, sin = self._cos_sin(x, positions)
+        leave = self._fused if few(x) and self._fusible and small.fuses() else self._leave
         entered = self._enter(self.layers[0], x, cos, sin)
         for number, layer in enumerate(self.layers):
             q, k, v, h = self._by_sequence(entered, batch, length)
             seen = attend(number, q, k, v, h).reshape(batch * length, -1)
             following = self.layers[number + 1] if number + 1 < len(self.layers) else None
-            if few(x) and self._fusible and small.fuses():
-                entered = self._fused(layer, following, seen, x, cos, sin)
-            else:
-                entered = self._leave(layer, following, seen, x, cos, sin)
+            entered = leave(layer, following, seen, x, cos, sin)
         last = x.view(batch, length, -1)[:, -1]
         return linear(_rms_norm(last, self.model.model.norm.weight, self.eps), self.model.lm_head.weight, None)
 

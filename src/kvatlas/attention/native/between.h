@@ -2,7 +2,6 @@
 // projection, MLP, and the next layer's norm, q, k, v and rotation. It rounds where the separate operations round.
 #pragma once
 #include <memory>
-#include <vector>
 
 #include "linear.h"
 #include "small.h"
@@ -14,15 +13,6 @@ template <class T> struct Weights {
 
 struct Widths {
     int64_t rows, attended, hidden, inner, width, heads, dim;  // heads: those that are rotated, q's and k's
-};
-
-// A few rows as a product's vectors: laid out row by row by whoever has just made the row.
-template <class T> struct Laid {
-    int64_t k, size;
-    std::vector<Own<T>> x;
-
-    Laid(int64_t rows, int64_t k) : k(k), size(spread_size<T, Own<T>>(Row(k * sizeof(T)))), x(rows * size) {}
-    void put(int64_t row, const T* from) { spread<T>(from, k, &x[row * size]); }
 };
 
 // silu(gate) * up over gate. Sums of exponents past 126 are infinite enough.
@@ -41,16 +31,6 @@ template <class T> static void add(T* to, const T* from, int64_t n) {
     for (int64_t i = 0; i < n; i++) from_float(to[i], to_float(to[i]) + to_float(from[i]));
 }
 
-// y[j, :] = w x[j] in pieces that the team shares.
-template <class T> static void multiply(Team& team, const Laid<T>& x, const T* w, int64_t rows, int64_t n, T* y) {
-    LinearCall c{nullptr, (const char*)w, rows, n, x.k};
-    Row row(x.k * sizeof(T));
-    for_row_groups(c, x.k * sizeof(T), [&](int64_t count, auto piece) { team.share(count, piece); },
-                   [&](int64_t first, int64_t end) {
-                       for (; first < end; first += LANES) linear_rows<T>(c, row, x.x.data(), first, y);
-                   });
-}
-
 // seen [rows, attended] is the attention's output; x [rows, hidden] is followed in place; h [rows, hidden] and
 // qkv [rows, width] are the next attention's input and its q, k (rotated) and v. cos, sin [rows, dim] as for `rope`.
 template <class T>
@@ -66,19 +46,20 @@ static void between(const Weights<T>& w, const Widths& of, const T* seen, T* x, 
         slim.put(r, to + r * of.hidden);
     };
     together(threads, [&](Team& team) {
+        auto each = [&](int64_t count, auto piece) { team.share(count, piece); };
         team.share(of.rows, [&](int64_t r) { wide.put(r, seen + r * of.attended); });
-        multiply(team, wide, w.out, of.rows, of.hidden, sum.get());
+        multiply(each, wide, w.out, of.rows, of.hidden, sum.get());
         team.share(of.rows, [&](int64_t r) { follow(r, w.mlp_norm, normed.get()); });
-        multiply(team, slim, w.gate_up, of.rows, 2 * of.inner, gate.get());
+        multiply(each, slim, w.gate_up, of.rows, 2 * of.inner, gate.get());
         team.share(of.rows, [&](int64_t r) {
             T* mine = &gate[r * 2 * of.inner];
             silu_mul(mine, mine + of.inner, of.inner);
             inner.put(r, mine);
         });
-        multiply(team, inner, w.down, of.rows, of.hidden, sum.get());
+        multiply(each, inner, w.down, of.rows, of.hidden, sum.get());
         team.share(of.rows, [&](int64_t r) { follow(r, w.norm, h); });
         if (!w.norm) return;
-        multiply(team, slim, w.qkv, of.rows, of.width, qkv);
+        multiply(each, slim, w.qkv, of.rows, of.width, qkv);
         team.share(of.rows, [&](int64_t r) {
             rope(qkv + r * of.width, cos + r * of.dim, sin + r * of.dim, 1, of.heads, of.dim, of.width);
         });

@@ -38,14 +38,29 @@ static inline auto on_threads(int64_t threads) {
     return [=](int64_t count, auto piece) { for_each(threads, count, piece); };
 }
 
-template <class T> static void linear(const LinearCall& c, T* y, int64_t threads) {
-    Row row(c.k * sizeof(T));
-    int64_t size = spread_size<T, Own<T>>(row);
-    std::vector<Own<T>> x(c.m * size);
-    for (int64_t j = 0; j < c.m; j++) spread<T>((const T*)c.x + j * c.k, c.k, &x[j * size]);
-    for_row_groups(c, c.k * sizeof(T), on_threads(threads), [&](int64_t first, int64_t end) {
-        for (; first < end; first += LANES) linear_rows<T>(c, row, x.data(), first, y);
+// A few rows as a product's vectors, laid out row by row.
+template <class T> struct Laid {
+    int64_t k, size;
+    std::vector<Own<T>> x;
+
+    Laid(int64_t rows, int64_t k) : k(k), size(spread_size<T, Own<T>>(Row(k * sizeof(T)))), x(rows * size) {}
+    void put(int64_t row, const T* from) { spread<T>(from, k, &x[row * size]); }
+};
+
+// y[j, :] = w x[j], in pieces that `each` hands out.
+template <class T, class Each>
+static void multiply(Each each, const Laid<T>& x, const T* w, int64_t rows, int64_t n, T* y) {
+    LinearCall c{nullptr, (const char*)w, rows, n, x.k};
+    Row row(x.k * sizeof(T));
+    for_row_groups(c, x.k * sizeof(T), each, [&](int64_t first, int64_t end) {
+        for (; first < end; first += LANES) linear_rows<T>(c, row, x.x.data(), first, y);
     });
+}
+
+template <class T> static void linear(const LinearCall& c, T* y, int64_t threads) {
+    Laid<T> x(c.m, c.k);
+    for (int64_t j = 0; j < c.m; j++) x.put(j, (const T*)c.x + j * c.k);
+    multiply(on_threads(threads), x, (const T*)c.w, c.m, c.n, y);
 }
 
 #ifdef KVATLAS_AMX
